@@ -1,0 +1,44 @@
+"""Everything Shoal raises on purpose.
+
+ShoalError
+├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
+├── NonFiniteLoss      the loss became NaN or infinite; exit code 3
+├── PeerLost           another worker ended while this one waited for it; exit code 4
+└── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
+
+Each message is a sentence that says what happened, with the numbers, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base of every error Shoal raises on purpose; `exit_code` is what the process ends with."""
+
+    exit_code: int = 1
+
+
+class ConfigError(ShoalError):
+    """A request that cannot work. Raised before training starts wherever that is possible."""
+
+    exit_code = 2
+
+
+class NonFiniteLoss(ShoalError):
+    """The global loss is NaN or infinite and `on_nan="stop"`."""
+
+    exit_code = 3
+
+
+class PeerLost(ShoalError):
+    """A worker that this one was waiting for has ended. It is a consequence, never the first cause."""
+
+    exit_code = 4
+
+
+class WorkerFailed(ShoalError):
+    """A worker of a launched job failed."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

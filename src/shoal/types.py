@@ -1,0 +1,112 @@
+"""The nouns that every layer shares. Plain values only: nothing here talks, trains or touches a file."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+Value = int | float | bool | str
+
+
+class Promise(enum.Enum):
+    """What a choice guarantees about its numbers. `verify` and the parity tests assert exactly this."""
+
+    EXACT = "equals one process up to rounding"
+    CLOSE = "stays within a stated bound of one process"
+    CONVERGES = "reaches a like loss by another path"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with options, as written in the grammar: `cosine(warmup=100)`, `step(30, gamma=0.5)`.
+
+    >>> print(Call("pp2", args=("1f1b",), options=(("microbatches", 8),)))
+    pp2(1f1b, microbatches=8)
+    """
+
+    name: str
+    args: tuple[Value, ...] = ()
+    options: tuple[tuple[str, Value], ...] = ()
+
+    def __str__(self) -> str:
+        inside = [_show(a) for a in self.args] + [f"{key}={_show(value)}" for key, value in self.options]
+        return f"{self.name}({', '.join(inside)})" if inside else self.name
+
+
+def _show(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work of one run is shared: one choice per slot. Prints back in the grammar it was parsed from."""
+
+    exchange: Call
+    """How replicas agree on the next parameters."""
+    tensor: Call | None = None
+    """How each layer is cut (`tp2`)."""
+    pipeline: Call | None = None
+    """How layers are divided into stages (`pp2(1f1b, microbatches=8)`)."""
+    compressor: Call | None = None
+    """What goes on the wire (`+ topk(0.01)`)."""
+
+    def __str__(self) -> str:
+        product = " * ".join(str(c) for c in (self.exchange, self.tensor, self.pipeline) if c is not None)
+        return f"{product} + {self.compressor}" if self.compressor is not None else product
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one worker needs for the states of a model, by kind. Activations are not among them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float = 0.0
+    """Working space of the exchange itself, such as buckets in flight."""
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One committed training step. The same loss on every rank; times, bytes and memory are this rank's own."""
+
+    number: int
+    """Steps committed so far, this one included: the first step is 1."""
+    epoch: int
+    loss: float
+    """Mean over the global batch."""
+    samples: int
+    """Samples in the global batch of this step."""
+    count: float
+    """What the loss was divided by: samples, or tokens where the loss counts them."""
+    seconds: float
+    data_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    """Communication that nothing hid: time spent only waiting for other workers."""
+    update_seconds: float
+    bytes_sent: int
+    peak_memory: int
+    """Highest resident memory of this worker so far, in bytes."""
+    lr: float
+    grad_norm: float | None = None
+    """Global gradient norm before clipping, where the run needed it."""
+    skipped: bool = False
+    """True if the update was dropped: overflow in fp16, or a non-finite loss with `on_nan="skip"`."""
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `run.evaluate` found, over the whole data set and all workers."""
+
+    loss: float
+    count: float
+    metrics: dict[str, float] = field(default_factory=dict)

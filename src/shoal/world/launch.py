@@ -1,0 +1,69 @@
+"""How this process was started. The only place in Shoal that reads environment variables about ranks.
+
+A launcher tells a worker about itself through the variables below; `torchrun` sets the first group, and
+`shoal run` sets all of them.
+
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT     as torchrun defines them
+    SHOAL_RENDEZVOUS   file:///path (one host) or tcp://address:port        where the workers meet
+    SHOAL_OVERRIDES    {"strategy": "zero1", "steps": 20}                   what --strategy, --steps, --set say
+    SHOAL_HOST         a name                                               which host this worker counts as
+    SHOAL_RECORD       a folder                                             where `shoal verify` wants each step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.errors import ConfigError
+from shoal.types import Value
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said about this worker."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    rendezvous: str = ""
+    """`file:///path`, `tcp://address:port`, `env://` under torchrun, or empty when alone."""
+    host: str = ""
+    """The host this worker counts as; empty means: find out."""
+    overrides: Mapping[str, Value] = field(default_factory=dict)
+    record: str = ""
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read the launch variables; a process started without any of them runs alone.
+
+    >>> from_environment({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}).rank
+    1
+    """
+    env = os.environ if environment is None else environment
+
+    def number(name: str, default: int) -> int:
+        text = env.get(name, "")
+        if not text:
+            return default
+        if not text.isdigit():
+            raise ConfigError(f"{name}={text!r} is not a whole number; unset it or start with `shoal run`.")
+        return int(text)
+
+    size = number("WORLD_SIZE", 1)
+    rank = number("RANK", 0)
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} needs WORLD_SIZE > {rank}, but WORLD_SIZE={size}.")
+    return Launch(
+        rank=rank,
+        size=size,
+        local_rank=number("LOCAL_RANK", rank),
+        local_size=number("LOCAL_WORLD_SIZE", size),
+        rendezvous=env.get("SHOAL_RENDEZVOUS", "env://" if size > 1 else ""),
+        host=env.get("SHOAL_HOST", ""),
+        overrides=json.loads(env.get("SHOAL_OVERRIDES", "{}")),
+        record=env.get("SHOAL_RECORD", ""),
+    )
