@@ -1,0 +1,49 @@
+"""The `shoal` command: its verbs, and the one place where an error becomes a sentence and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import shoal
+from shoal.cli.run import run
+from shoal.errors import ShoalError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# What follows the script belongs to the script, options too.
+_SCRIPT_LAST = {"allow_interspersed_args": False}
+
+app.command(context_settings=_SCRIPT_LAST)(run)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {shoal.__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+]
+
+
+@app.callback()
+def _options(version: _Version = False) -> None:
+    """One training loop, every way to share it."""
+
+
+def main() -> None:
+    """Entry point of `shoal` and `python -m shoal`."""
+    try:
+        app(prog_name="shoal")
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

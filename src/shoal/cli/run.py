@@ -1,0 +1,106 @@
+"""`shoal run`: start a script in several workers."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from shoal.cluster.local import Job, check, run_job
+from shoal.errors import ConfigError
+from shoal.types import Value
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="The Python file to run.", show_default=False)],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers on this host (2, or 1 on one core).")] = None,
+    strategy: Annotated[str, typer.Option(help='How the work is shared, such as "zero1 * tp2".')] = "",
+    steps: Annotated[str, typer.Option(help="How long to train: 100, or 2ep for two epochs.")] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the script's Run."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each worker (an equal share of cores).")
+    ] = None,
+    output: Annotated[
+        Literal["first", "all"],
+        typer.Option(help="Whose output is shown: the first worker's, or all with ranks."),
+    ] = "first",
+    hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
+    host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
+    at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
+) -> None:
+    """Run a script in several workers. No line of the script changes.
+
+    \b
+    shoal run --workers 4 train.py
+    shoal run --workers 4 --strategy "zero3 * tp2" --steps 100 train.py --data corpus/
+    shoal run --set clip=0.5 --set precision=bf16 train.py
+    shoal run --hosts 2 --host 0 --at 10.0.0.1:29500 train.py    (and --host 1 on the other)
+    """
+    job = Job(
+        script=script,
+        args=tuple(args or ()),
+        workers=default_workers() if workers is None else workers,
+        overrides=overrides(strategy, steps, settings or []),
+        threads=threads,
+        output=output,
+        hosts=hosts,
+        host=host,
+        at=at,
+    )
+    check(job)
+    chosen = job.overrides.get("strategy")
+    if chosen is not None:
+        # Imported here: `shoal run` without --strategy does not need the grammar.
+        from shoal.plan.check import check_text
+
+        check_text(str(chosen), job.size)
+    run_job(job)
+
+
+def default_workers() -> int:
+    """Two where there are two cores: enough to see that the script works in parallel."""
+    return min(2, len(os.sched_getaffinity(0)))
+
+
+def overrides(strategy: str, steps: str, settings: list[str]) -> dict[str, Value]:
+    """What --strategy, --steps and --set say together.
+
+    >>> overrides("zero1", "20", ["clip=0.5", "resume=false"])
+    {'strategy': 'zero1', 'steps': 20, 'clip': 0.5, 'resume': False}
+    """
+    found: dict[str, Value] = {}
+    if strategy:
+        found["strategy"] = strategy
+    if steps:
+        found["steps"] = parse_value(steps)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {setting} is not KEY=VALUE; write it like --set clip=0.5.")
+        if key in found:
+            raise ConfigError(f"{key} is given twice; give it once, by its own option or by --set.")
+        found[key] = parse_value(text)
+    return found
+
+
+def parse_value(text: str) -> Value:
+    """The value that `text` looks like.
+
+    >>> [parse_value(text) for text in ("3", "1e-3", "true", "2ep")]
+    [3, 0.001, True, '2ep']
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,228 @@
+"""Start the workers of this host, watch them, and raise the first cause if one fails.
+
+The launcher imports torch once and forks: four workers start about as fast as one and share the memory of the
+import. Forking is only sound in a process with a single thread, so the launcher looks, and starts fresh
+interpreters where it finds more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.cluster import worker
+from shoal.cluster.output import Output, Streams, open_streams
+from shoal.cluster.watch import Crew, Interrupts
+from shoal.errors import ConfigError
+from shoal.types import Value
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script and how many workers run it."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    """Workers on this host."""
+    overrides: Mapping[str, Value] = field(default_factory=dict)
+    """What the script's Run takes from outside, such as strategy and steps."""
+    threads: int | None = None
+    """Threads of each worker; None keeps OMP_NUM_THREADS or divides the cores."""
+    output: Output = "first"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More variables for the workers; they win over what the launcher would set."""
+    hosts: int = 1
+    host: int = 0
+    at: str = ""
+    """ADDRESS:PORT of host 0, where workers of several hosts meet."""
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.workers
+
+
+def run_job(job: Job) -> None:
+    """Run `job` to its end on this host.
+
+    Raises ConfigError before anything starts, and WorkerFailed with the first cause and its exit code. Ctrl-C
+    ends the workers and raises KeyboardInterrupt; SIGTERM and SIGHUP end them and raise SystemExit.
+    """
+    check(job)
+    threads = _threads(job)
+    forkable = _import_torch(threads, Path(job.script))
+    folder = tempfile.mkdtemp(prefix="shoal-")
+    try:
+        with Interrupts() as interrupts:
+            crew = Crew(folder, job.size, interrupts)
+            try:
+                with interrupts.held():
+                    for index in range(job.workers):
+                        _start(job, index, folder, crew, threads, forkable)
+                crew.watch()
+            finally:
+                crew.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check(job: Job) -> None:
+    """Refuse what cannot work, in one sentence, before anything is imported or started."""
+    if not Path(job.script).is_file():
+        raise ConfigError(
+            f"there is no script {job.script!r} in {os.getcwd()}; give the path of a Python file."
+        )
+    for name, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} is too few; it must be at least 1.")
+    if not 0 <= job.host < job.hosts:
+        raise ConfigError(
+            f"--host {job.host} does not exist: with --hosts {job.hosts} it is 0 to {job.hosts - 1}."
+        )
+    if job.hosts > 1 and not job.at:
+        raise ConfigError("--hosts needs --at ADDRESS:PORT, an address of host 0 that all hosts can reach.")
+    if job.at:
+        address, port = _address(job.at)
+        if job.host == 0:
+            _check_port(address, port)
+
+
+def _address(at: str) -> tuple[str, int]:
+    address, _, port = at.rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--at {at} is not ADDRESS:PORT; write it like --at 10.0.0.1:29500.")
+    return address.strip("[]"), int(port)
+
+
+def _check_port(address: str, port: int) -> None:
+    """Host 0 will listen here: better to learn now than from a worker's timeout that it cannot."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--at: the address {address} is not known ({error.strerror}).") from error
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store itself does
+        try:
+            probe.bind(place)
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            remedy = "choose another port, or end the program that listens there"
+            if not reason.startswith("Address already in use"):
+                remedy = "host 0 must own the address and may use the port"
+            raise ConfigError(f"cannot listen at {address}:{port} ({reason}); {remedy}.") from error
+
+
+def _threads(job: Job) -> str:
+    """OMP_NUM_THREADS of the workers: what the user said, else an equal share of the cores."""
+    if job.threads is not None:
+        return str(job.threads)
+    share = max(1, len(os.sched_getaffinity(0)) // job.workers)
+    return job.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(share)
+
+
+def _import_torch(threads: str, script: Path) -> bool:
+    """Import torch for all workers at once; True if this process may then be forked."""
+    if not _single_threaded():
+        return False
+    # OpenBLAS, which numpy loads, starts threads at import unless told not to; OpenMP waits for first use.
+    wanted = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
+    with _environment(wanted):
+        importlib.import_module("torch.distributed")
+        # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself. This is
+        # only a guess about speed: a wrong one costs or misses a second and changes nothing else.
+        if any(word in script.read_bytes() for word in (b"optim", b"shoal")):
+            importlib.import_module("torch._dynamo")
+    return _single_threaded()
+
+
+def _single_threaded() -> bool:
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start(job: Job, index: int, folder: str, crew: Crew, threads: str, forkable: bool) -> None:
+    rank = job.host * job.workers + index
+    environment = _worker_environment(job, index, folder, threads)
+    script = str(Path(job.script).absolute())
+    task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
+    streams = open_streams(job.output, folder, rank, first=index == 0)
+    try:
+        pid = _fork(task, streams, crew, threads) if forkable else _spawn(task, streams)
+    finally:
+        streams.close()
+    crew.add(rank, pid, streams.relays)
+
+
+def _worker_environment(job: Job, index: int, folder: str, threads: str) -> dict[str, str]:
+    """The contract of `shoal.world.launch`."""
+    environment = {
+        "RANK": str(job.host * job.workers + index),
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_RANK": str(index),
+        "LOCAL_WORLD_SIZE": str(job.workers),
+        "SHOAL_RENDEZVOUS": f"tcp://{job.at}" if job.at else f"file://{folder}/store",
+        "SHOAL_OVERRIDES": json.dumps(dict(job.overrides)),
+        "OMP_NUM_THREADS": threads,
+    }
+    if job.at:
+        address, port = _address(job.at)
+        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if job.hosts > 1:
+        environment["SHOAL_HOST"] = os.environ.get("SHOAL_HOST", f"host-{job.host}")
+    else:
+        # Nothing of a job on one host should listen to strangers.
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return environment | dict(job.environment)
+
+
+def _fork(task: worker.Task, streams: Streams, crew: Crew, threads: str) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else the worker would print what is still buffered here once more
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr)):
+            os.dup2(source, target)
+        for descriptor in crew.descriptors:
+            os.close(descriptor)
+        streams.close()
+        for relay in streams.relays:
+            os.close(relay.source)
+        worker.leave_parent(threads)
+        worker.run(task)
+    finally:
+        os._exit(1)  # never back into the launcher's code
+
+
+def _spawn(task: worker.Task, streams: Streams) -> int:
+    command = [sys.executable, "-m", "shoal.cluster.worker", task.to_json()]
+    moves = [
+        (os.POSIX_SPAWN_DUP2, source, target)
+        for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr))
+    ]
+    environment = {**os.environ, **task.environment}
+    return os.posix_spawn(sys.executable, command, environment, file_actions=moves)

@@ -1,0 +1,106 @@
+"""Where the printed lines of the workers go.
+
+"first"  the first worker of this host prints straight to the terminal, the others into private files
+"all"    every worker prints through pipes, and each line arrives whole with the worker's rank before it
+"none"   every worker prints into a file
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+Output = Literal["first", "all", "none"]
+
+TAIL_LINES = 20
+_TAIL_BYTES = 16384
+_READ_BYTES = 65536
+
+
+class Relay:
+    """Carries whole lines from a worker's pipe to one of the launcher's own streams, with a prefix."""
+
+    def __init__(self, source: int, sink: int, prefix: str) -> None:
+        self.source = source
+        self._sink = sink
+        self._sink_open = True
+        self._prefix = prefix.encode()
+        self._partial = b""
+        os.set_blocking(source, False)
+
+    def pump(self) -> bool:
+        """Pass on what the pipe holds now; False if it holds nothing."""
+        try:
+            data = os.read(self.source, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+        return bool(data)
+
+    def finish(self) -> None:
+        """Pass on the rest without waiting for the pipe to close: a grandchild may hold it open for ever."""
+        while self.pump():
+            pass
+        if self._partial:
+            self._write(self._prefix + self._partial + b"\n")
+        os.close(self.source)
+
+    def _write(self, data: bytes) -> None:
+        while data and self._sink_open:
+            try:
+                data = data[os.write(self._sink, data) :]
+            except BrokenPipeError:
+                self._sink_open = False  # `shoal run ... | head` has seen enough; the training goes on
+
+
+@dataclass(frozen=True)
+class Streams:
+    """File descriptors of the launcher that become a worker's stdin, stdout and stderr."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+    relays: tuple[Relay, ...] = ()
+    """The launcher's ends, where the output comes through pipes."""
+
+    def close(self) -> None:
+        """Give up the worker's ends: it has its own copies now."""
+        for descriptor in {self.stdin, self.stdout, self.stderr} - {0, 1, 2}:
+            os.close(descriptor)
+
+
+def open_streams(output: Output, folder: str, rank: int, first: bool) -> Streams:
+    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin."""
+    stdin = 0 if first else os.open(os.devnull, os.O_RDONLY)
+    if output == "all":
+        out, stdout = os.pipe()
+        err, stderr = os.pipe()
+        prefix = f"[{rank}] "
+        return Streams(stdin, stdout, stderr, (Relay(out, 1, prefix), Relay(err, 2, prefix)))
+    if output == "first" and first:
+        return Streams(stdin, 1, 2)
+    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return Streams(stdin, log, log)
+
+
+def tail(folder: str, rank: int) -> str:
+    """The last lines that worker `rank` printed into its file; empty if it has none."""
+    try:
+        with open(_log(folder, rank), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(_without_our_frames(lines)[-TAIL_LINES:])
+
+
+def _without_our_frames(lines: list[str]) -> list[str]:
+    """A crash in C code prints its frames, innermost first: cut them where the launcher's own begin."""
+    ours = (i for i, line in enumerate(lines) if line.endswith("in _run_script") and "worker.py" in line)
+    return lines[: next(ours, len(lines))]
+
+
+def _log(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"worker-{rank}.log")

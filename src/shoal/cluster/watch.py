@@ -1,0 +1,160 @@
+"""Waiting for the workers: one selector over process descriptors, pipes and the launcher's signals.
+
+Nothing polls and no thread runs: a worker's end, a line of output and Ctrl-C each wake the launcher at once.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from shoal.cluster import output, report
+from shoal.cluster.worker import STOP_SIGNALS
+
+GATHER_SECONDS = 0.5
+"""How long after the first bad end the others may still report: theirs may be the earlier cause."""
+GRACE_SECONDS = 2.0
+"""How long after a polite signal the rest is killed."""
+
+
+class Interrupts:
+    """Turns Ctrl-C, SIGTERM and SIGHUP into bytes that the selector can wait for. Use as a context."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self.descriptors: tuple[int, int] = (-1, -1)
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._wakeup = -1
+
+    def __enter__(self) -> Interrupts:
+        self.descriptors = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._wakeup = signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, _wake_only)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._handlers:
+            signal.set_wakeup_fd(self._wakeup)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    def collect(self) -> None:
+        """Take what has arrived: each byte is the number of a signal."""
+        numbers = os.read(self.descriptors[0], 64)
+        self.received += [signal.Signals(n) for n in numbers if n in STOP_SIGNALS]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold signals back while workers start: none may reach a worker before its handlers are set."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wake_only(_number: int, _frame: FrameType | None) -> None:
+    """The wakeup descriptor carries the signal; the handler only keeps the default action away."""
+
+
+class Crew:
+    """The workers of this host while they run."""
+
+    def __init__(self, folder: str, size: int, interrupts: Interrupts) -> None:
+        self._folder = folder
+        self._size = size
+        self._interrupts = interrupts
+        self._pids: dict[int, int] = {}
+        self._endings: list[report.Ending] = []
+        self._relays: list[output.Relay] = []
+        self._selector = selectors.EpollSelector()
+        self._selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What a forked worker inherits and must close."""
+        watched = [key.fd for key in self._selector.get_map().values()]
+        return [self._selector.fileno(), self._interrupts.descriptors[1], *watched]
+
+    def add(self, rank: int, pid: int, relays: Iterable[output.Relay]) -> None:
+        """Watch one more worker."""
+        self._pids[rank] = pid
+        descriptor = os.pidfd_open(pid)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._reap(rank, descriptor))
+        for relay in relays:
+            self._relays.append(relay)
+            self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
+
+    def watch(self) -> None:
+        """Return when all workers have ended well; raise the first cause as soon as one has not."""
+        while self._pids and not self._failed and not self._interrupts.received:
+            self._wait(None)
+        if self._failed:
+            self._wait_for_all(GATHER_SECONDS)
+        if self._interrupts.received:
+            number = self._interrupts.received[0]
+            self.end(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if self._failed:
+            raise report.first_cause(self._endings, self._size)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End whoever still runs: politely, then not. A second Ctrl-C cuts the politeness short."""
+        self._send(number)
+        self._wait_for_all(GRACE_SECONDS)
+        self._send(signal.SIGKILL)
+        while self._pids:
+            self._wait(None)
+
+    def close(self) -> None:
+        """End the workers and pass on the last of their output."""
+        self.end()
+        for relay in self._relays:
+            relay.finish()
+        self._selector.close()
+
+    @property
+    def _failed(self) -> bool:
+        return any(ending.code != 0 for ending in self._endings)
+
+    def _wait(self, seconds: float | None) -> None:
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        signals = len(self._interrupts.received)
+        while self._pids and len(self._interrupts.received) == signals:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._wait(left)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._pids.values():
+            os.kill(pid, number)  # not reaped yet, so the number cannot belong to another process
+
+    def _reap(self, rank: int, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        pid = self._pids.pop(rank)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said = report.read(self._folder, rank)
+        tail = output.tail(self._folder, rank)
+        self._endings.append(report.Ending(rank, pid, time.monotonic(), code, said, tail))
+
+    def _pump(self, relay: output.Relay) -> None:
+        if not relay.pump():
+            self._selector.unregister(relay.source)

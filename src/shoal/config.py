@@ -1,0 +1,183 @@
+"""Text to values: the strategy grammar, calls such as `cosine(warmup=100)`, and their typed options.
+
+    strategy  =  call { "*" call } [ "+" call ]
+    call      =  name [ "(" item { "," item } ")" ]
+    item      =  [ name "=" ] value
+
+The first call names the exchange; `tpN` and `ppN` fill the tensor and pipeline slots in either order; what
+follows `+` is the compressor. Parsing knows no table: whether a name exists is for `plan/check` to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from shoal.errors import ConfigError
+from shoal.table import did_you_mean
+from shoal.types import Call, Plan, Value
+
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z0-9_.\-/:]+)|(?P<sign>[*+(),=]))")
+_DEGREE = re.compile(r"(tp|pp)(\d+)$")
+
+D = TypeVar("D")
+
+
+def parse_strategy(text: str) -> Plan:
+    """Parse a strategy; the Plan prints back in the same grammar.
+
+    >>> print(parse_strategy("zero1*tp2 * pp2( 1f1b,microbatches=8 )+topk(0.01)"))
+    zero1 * tp2 * pp2(1f1b, microbatches=8) + topk(0.01)
+    """
+    reader = _Reader(text, "strategy")
+    calls = [reader.call()]
+    while reader.take("*"):
+        calls.append(reader.call())
+    compressor = reader.call() if reader.take("+") else None
+    reader.end()
+    slots: dict[str, Call] = {}
+    for call in calls[1:]:
+        degree = _DEGREE.match(call.name)
+        if degree is None:
+            raise ConfigError(
+                f"strategy '{text}': '{call.name}' cannot be multiplied in; after the exchange come tpN and ppN."
+            )
+        if degree[1] in slots:
+            raise ConfigError(f"strategy '{text}': {degree[1]} is given twice; keep one.")
+        slots[degree[1]] = call
+    if _DEGREE.match(calls[0].name):
+        raise ConfigError(
+            f"strategy '{text}' starts with '{calls[0].name}'; the exchange comes first, as in 'ddp * {text}'."
+        )
+    return Plan(calls[0], slots.get("tp"), slots.get("pp"), compressor)
+
+
+def degree_of(call: Call | None) -> int:
+    """The N of a `tpN` or `ppN` call; 1 where the slot is empty.
+
+    >>> degree_of(Call("tp2")), degree_of(None)
+    (2, 1)
+    """
+    match = _DEGREE.match(call.name) if call is not None else None
+    return int(match[2]) if match else 1
+
+
+def parse_call(text: str, kind: str) -> Call:
+    """Parse one call of the given kind, which error messages name.
+
+    >>> parse_call("cosine(warmup=100)", "schedule")
+    Call(name='cosine', args=(), options=(('warmup', 100),))
+    """
+    reader = _Reader(text, kind)
+    call = reader.call()
+    reader.end()
+    return call
+
+
+def parse_value(text: str) -> Value:
+    """A number, a truth value, or the text itself.
+
+    >>> parse_value("8"), parse_value("1e-3"), parse_value("true"), parse_value("bf16")
+    (8, 0.001, True, 'bf16')
+    """
+    if text in ("true", "false"):
+        return text == "true"
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
+
+
+def fill_options(call: Call, into: type[D]) -> D:
+    """Make the options dataclass of a choice from its call; wrong names and types get a sentence.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Options:
+    ...     rate: float
+    ...     warmup: int = 0
+    >>> fill_options(Call("decay", args=(1,), options=(("warmup", 5),)), Options)
+    Options(rate=1.0, warmup=5)
+    """
+    assert dataclasses.is_dataclass(into)
+    fields = [f for f in dataclasses.fields(into) if f.init]
+    names = [f.name for f in fields]
+    hints = get_type_hints(into)
+    if len(call.args) > len(fields):
+        takes = f"takes at most {len(fields)} ({', '.join(names)})" if fields else "takes no options"
+        raise ConfigError(f"{call.name} {takes}, but '{call}' gives {len(call.args)}.")
+    given = dict(zip(names, call.args, strict=False))
+    for key, value in call.options:
+        if key not in names:
+            raise ConfigError(f"{call.name} has no option '{key}'{did_you_mean(key, names)}")
+        if key in given:
+            raise ConfigError(f"'{call}' gives {key} twice; keep one.")
+        given[key] = value
+    missing = [f.name for f in fields if f.name not in given and _required(f)]
+    if missing:
+        raise ConfigError(f"{call.name} needs {missing[0]}, as in '{call.name}({missing[0]}=...)'.")
+    return into(**{key: _convert(call, key, value, hints[key]) for key, value in given.items()})
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _convert(call: Call, key: str, value: Value, hint: Any) -> Value:
+    wanted = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
+    if type(value) in wanted:
+        return value
+    if float in wanted and type(value) is int:
+        return float(value)
+    raise ConfigError(f"{call.name}: {key}={value} should be {' or '.join(t.__name__ for t in wanted)}.")
+
+
+class _Reader:
+    """Tokens of one text, read left to right."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        self.text, self.kind = text, kind
+        self.tokens: list[str] = []
+        at = 0
+        while at < len(text.rstrip()):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise ConfigError(f"{kind} '{text}': cannot read '{text[at:].strip()}'.")
+            self.tokens.append(match["word"] or match["sign"])
+            at = match.end()
+        self.tokens.reverse()
+
+    def take(self, sign: str) -> bool:
+        if self.tokens and self.tokens[-1] == sign:
+            self.tokens.pop()
+            return True
+        return False
+
+    def word(self) -> str:
+        if not self.tokens or self.tokens[-1] in "*+(),=":
+            found = f"'{self.tokens[-1]}'" if self.tokens else "the end"
+            raise ConfigError(f"{self.kind} '{self.text}': expected a name or a value, found {found}.")
+        return self.tokens.pop()
+
+    def call(self) -> Call:
+        name = self.word()
+        args: list[Value] = []
+        options: list[tuple[str, Value]] = []
+        if self.take("(") and not self.take(")"):
+            while True:
+                word = self.word()
+                if self.take("="):
+                    options.append((word, parse_value(self.word())))
+                else:
+                    args.append(parse_value(word))
+                if self.take(")"):
+                    break
+                if not self.take(","):
+                    raise ConfigError(f"{self.kind} '{self.text}': a ')' is missing after {name}(...")
+        return Call(name, tuple(args), tuple(options))
+
+    def end(self) -> None:
+        if self.tokens:
+            raise ConfigError(f"{self.kind} '{self.text}': cannot read from '{self.tokens[-1]}' on.")

@@ -1,0 +1,34 @@
+"""Slot: how replicas agree on the next parameters. One file a choice; this table is the list of them."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.config import fill_options
+from shoal.exchange.base import Exchange, Setup
+from shoal.exchange.ddp import Ddp
+from shoal.exchange.shared import Shared
+from shoal.exchange.solo import Solo
+from shoal.exchange.zero1 import Zero1
+from shoal.exchange.zero2 import Zero2
+from shoal.table import Table
+from shoal.types import Call
+from shoal.world.memory import SharedMemoryUnavailable
+
+TABLE: Table[type[Exchange]] = Table(
+    "exchange",
+    {"solo": Solo, "ddp": Ddp, "zero1": Zero1, "zero2": Zero2, "shared": Shared},
+)
+
+
+def make_exchange(call: Call, setup: Setup) -> Exchange:
+    """The exchange a plan names, ready for its first step."""
+    chosen = TABLE.look_up(call.name)
+    options = fill_options(call, chosen.Options)
+    try:
+        return chosen(setup, options)  # type: ignore[call-arg]
+    except SharedMemoryUnavailable as reason:
+        # zero1 computes the same numbers through messages; every worker gets here together.
+        if setup.world.rank == 0:
+            print(f"shoal: no shared memory ({reason}); running zero1 instead of {call}.", file=sys.stderr)
+        return Zero1(setup, fill_options(Call("zero1", call.args, call.options), Zero1.Options))

@@ -1,0 +1,129 @@
+"""Gradients as they arrive: fills the buckets, counts what is missing, sends what is full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError
+from shoal.world.buckets import Bucket
+from shoal.world.world import Handle
+
+
+class Carrier(Protocol):
+    """What Arrivals asks of the exchange."""
+
+    def gradient_vector(self, bucket: Bucket) -> torch.Tensor: ...
+    def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle: ...
+    def settle(self) -> None: ...
+
+
+class Arrivals:
+    """The gradients of one step. A hook on every parameter brings them in.
+
+    Autograd makes a fresh gradient, the hook copies it into the bucket and lets go of it: one read and one write,
+    where accumulating into a prepared view would also need zeroing and another read.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], carrier: Carrier
+    ) -> None:
+        self._parameters, self._buckets, self._carrier = parameters, buckets, carrier
+        names = [place.name for bucket in buckets for place in bucket.places]
+        self._index = {name: i for i, name in enumerate(names)}
+        self.used = [False] * len(names)
+        """Which parameters had a gradient in this step: on this rank, and after `finish` on any."""
+        self._filled = list(self.used)
+        self._arrived = list(self.used)
+        self._missing = [len(b.places) for b in buckets]
+        self._vectors: list[torch.Tensor | None] = [None] * len(buckets)
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._handles: list[Handle] = []
+        self._next = 0
+        self._reduce = False
+        for bucket in buckets:
+            for slot, place in enumerate(bucket.places):
+                self._watch(bucket, slot, place.name)
+
+    def used_name(self, name: str) -> bool:
+        return self.used[self._index[name]]
+
+    def open_step(self) -> None:
+        self.used = [False] * len(self.used)
+        self._filled = [False] * len(self.used)
+
+    def open_micro_batch(self, reduce: bool) -> None:
+        if self._handles:  # the previous micro-batch was reduced too: its vectors must be free again
+            self.wait()
+            self._filled = [False] * len(self.used)
+        self._arrived = [False] * len(self.used)
+        self._missing = [len(b.places) for b in self._buckets]
+        self._next = 0
+        self._reduce = reduce
+
+    def close_micro_batch(self) -> None:
+        """Send what backward left incomplete: parameters without a gradient here count as zero."""
+        while self._reduce and self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+
+    def wait(self) -> None:
+        """Until every bucket that was sent has been reduced."""
+        for handle in self._handles:
+            handle.wait()
+        if self._handles:
+            self._carrier.settle()
+        self._handles = []
+
+    def _watch(self, bucket: Bucket, slot: int, name: str) -> None:
+        index = self._index[name]
+
+        def arrived(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                return
+            if self._reduce and bucket.index < self._next:
+                raise ConfigError(
+                    f"parameter '{name}' got a second gradient after its bucket had left; does the model use "
+                    "reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False."
+                )
+            view = self._slots(bucket)[slot]
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            if self._filled[index]:
+                view.add_(dense)
+            else:
+                view.copy_(dense)
+            self._filled[index] = self.used[index] = True
+            if not self._arrived[index]:
+                self._arrived[index] = True
+                self._missing[bucket.index] -= 1
+            while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:
+                self._send(self._buckets[self._next])
+
+        self._parameters[name].register_post_accumulate_grad_hook(arrived)
+
+    def _slots(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Views of the bucket's current vector, one per parameter."""
+        vector = self._vectors[bucket.index]
+        if vector is None:
+            vector = self._vectors[bucket.index] = self._carrier.gradient_vector(bucket)
+        key = (bucket.index, vector.data_ptr())
+        if key not in self._views:
+            self._views[key] = [
+                vector[p.start : p.start + p.numel].view(self._parameters[p.name].shape) for p in bucket.places
+            ]
+        return self._views[key]
+
+    def _send(self, bucket: Bucket) -> None:
+        slots = self._slots(bucket)
+        for slot, place in enumerate(bucket.places):
+            if not self._filled[self._index[place.name]]:
+                slots[slot].zero_()
+        vector = self._vectors[bucket.index]
+        assert vector is not None
+        self._vectors[bucket.index] = None
+        self._next = bucket.index + 1
+        self._handles.append(self._carrier.send(bucket, vector))

@@ -1,0 +1,61 @@
+"""Data parallel: every worker has the whole model and the whole optimizer state; gradients are all-reduced.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+When to use: the model with its optimizer state fits in every worker, and workers sit on several hosts or cards.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.exchange.base import BucketOptions, Setup
+from shoal.exchange.flat import FlatExchange
+from shoal.exchange.slices import SliceSums
+from shoal.types import Memory, Promise
+from shoal.world.buckets import Bucket
+from shoal.world.world import Handle
+
+
+class Ddp(FlatExchange):
+    """Each full bucket is all-reduced; every worker updates everything."""
+
+    promise = Promise.EXACT
+    summary = "whole model everywhere, gradients all-reduced"
+    whole_updates = True
+
+    def __init__(self, setup: Setup, options: BucketOptions) -> None:
+        super().__init__(setup, options, owners=setup.world)
+        device = setup.world.device
+        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
+        # A ring all-reduce sums in an order of its own; reduce-scatter and all-gather sum in rank order.
+        self._sums = SliceSums(self.buckets, self.owners.size, device) if setup.deterministic else None
+
+    def _parameter_vectors(self) -> list[torch.Tensor]:
+        return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+
+    def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
+        return self._gradients[bucket.index]
+
+    def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        if self._sums is None:
+            return self.world.all_reduce(vector)
+        return self.world.reduce_scatter(self._sums.target(bucket), vector)
+
+    def settle(self) -> None:
+        if self._sums is not None:
+            self._sums.fold()
+            for bucket in self.buckets:
+                self.world.all_gather(self._gradients[bucket.index], self._sums.of(bucket)).wait()
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        return self._gradients[bucket.index]
+
+    def publish(self) -> None:
+        if self._sums is not None:
+            self._sums.reset()
+
+    @classmethod
+    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+        del workers
+        each = parameters * itemsize
+        return Memory(each, each, each * state_per_parameter)

@@ -1,0 +1,187 @@
+"""The flat-bucket mechanism under ddp, zero1, zero2 and shared.
+
+Parameters become views of a few long vectors (world/buckets.py). During backward each finished gradient is
+copied into its bucket, and a full bucket goes out at once, while backward goes on with earlier layers. Buckets
+leave in a fixed order, so that all ranks run the same collectives in the same order even when their gradients
+become ready in different ones.
+
+What differs between the exchanges is small, and each says it in its own file: where the vectors live, what
+happens to a full bucket, which range of it this worker updates, and how fresh parameters reach the others.
+
+    exchange   a full bucket is            this worker updates     then
+    ddp        all-reduced                 everything              -
+    zero1      reduce-scattered in place   its slice               all-gather of parameters
+    zero2      reduce-scattered, freed     its slice               all-gather of parameters
+    shared     summed where it lies        its slice               a barrier: there is one copy
+
+Deterministic mode. Sums are always taken in rank order. With several micro-batches zero2 must reduce after each
+one, while the others would rather add up locally and reduce once; the two round differently. In deterministic
+mode all of them do what zero2 does, into a vector of the slice's size, and so agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from shoal.exchange.arrivals import Arrivals
+from shoal.exchange.base import BucketOptions, Exchange, Setup, State, Tally, detached, sum_of_squares, trainable
+from shoal.exchange.optimizer import make_optimizer, move_optimizer, refuse_unless_elementwise, step_scaled
+from shoal.exchange.state import Kept, cut_state, join_state
+from shoal.world.buckets import Bucket, Piece, lay_out, pieces_of, slice_of
+from shoal.world.world import Handle, World
+
+
+class FlatExchange(Exchange):
+    """Shared by the flat-bucket exchanges; abstract."""
+
+    Options = BucketOptions
+    whole_updates = False
+    """True if every worker updates all parameters."""
+    reduces_each_micro_batch = False
+    """True if a gradient cannot wait in full for the last micro-batch."""
+
+    def __init__(self, setup: Setup, options: BucketOptions, owners: World) -> None:
+        self.world = setup.world
+        self.owners = owners
+        """The workers among which every bucket is cut into slices."""
+        self.parameters = trainable(setup.model)
+        names = list(reversed(self.parameters))  # the last layer's gradients are ready first
+        sizes = [(n, self.parameters[n].numel(), self.parameters[n].dtype) for n in names]
+        capacity = int(options.bucket_mb * 2**20)
+        self.buckets: tuple[Bucket, ...] = lay_out(sizes, owners.size, capacity) if sizes else ()
+        self.ranges = [
+            (0, b.size) if self.whole_updates else slice_of(b, owners.size, owners.rank) for b in self.buckets
+        ]
+        self.each = self.reduces_each_micro_batch or (setup.deterministic and setup.accumulate > 1)
+        made = make_optimizer(setup.make_optimizer, self.parameters)
+        if not self.whole_updates:
+            refuse_unless_elementwise(made, type(self).__name__.lower())
+        self.vectors = self._parameter_vectors()
+        self._adopt_parameters()
+        self.pieces: list[tuple[Piece, torch.Tensor]] = [
+            (piece, self._target(piece))
+            for bucket, (start, stop) in zip(self.buckets, self.ranges, strict=True)
+            for piece in pieces_of(bucket, start, stop)
+        ]
+        targets: dict[int, list[torch.Tensor]] = {}
+        for piece, target in self.pieces:
+            targets.setdefault(id(self.parameters[piece.name]), []).append(target)
+        self.optimizer = move_optimizer(made, targets)
+        self._arrivals = Arrivals(self.parameters, self.buckets, self)
+
+    # What each exchange says for itself.
+
+    @abstractmethod
+    def _parameter_vectors(self) -> list[torch.Tensor]:
+        """One vector per bucket that the parameters will be views of."""
+
+    @abstractmethod
+    def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
+        """The vector that this bucket's gradients are to be copied into now."""
+
+    @abstractmethod
+    def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        """Start reducing a full bucket."""
+
+    @abstractmethod
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        """The reduced gradient of this worker's range of a bucket; after finish."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """After the update: everybody sees the new parameters."""
+
+    def settle(self) -> None:
+        """Every bucket of a micro-batch has been reduced; vectors may be written again."""
+
+    # The contract.
+
+    def begin(self) -> None:
+        self._arrivals.open_step()
+
+    def backward(self, loss: torch.Tensor | None, last: bool) -> None:
+        self._arrivals.open_micro_batch(reduce=last or self.each)
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._arrivals.close_micro_batch()
+
+    def finish(self, tally: Tally) -> Tally:
+        used = [float(flag) for flag in self._arrivals.used]
+        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
+        agreed = self.world.all_reduce(numbers)  # its latency hides behind the last buckets
+        self._arrivals.wait()
+        agreed.wait()
+        total, count, *users = numbers.tolist()
+        self._arrivals.used = [flag > 0 for flag in users]
+        return Tally(total, count)
+
+    def norm(self) -> float:
+        # Each worker looks at its own slice even where it holds everything: less to read, and the same sum
+        # in the same order under every exchange.
+        mine = []
+        for bucket, (start, _) in zip(self.buckets, self.ranges, strict=True):
+            low, high = slice_of(bucket, self.owners.size, self.owners.rank)
+            mine.append(self.reduced(bucket)[low - start : high - start])
+        rows = self.owners.gather_numbers([sum_of_squares(mine)])
+        return float(sum(rows[:, 0].tolist()) ** 0.5)
+
+    def update(self, factor: float, limit: float | None) -> None:
+        results = [self.reduced(bucket) for bucket in self.buckets]
+        for piece, target in self.pieces:
+            if self._arrivals.used_name(piece.name):
+                start = piece.start - self.ranges[piece.bucket][0]
+                target.grad = results[piece.bucket][start : start + piece.numel].view(target.shape)
+        with torch.no_grad():
+            step_scaled(self.optimizer, results, factor, limit)
+        for _, target in self.pieces:
+            target.grad = None
+        self.publish()
+
+    def drop(self) -> None:
+        self.publish()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for bucket in self.buckets:
+            whole = self._whole(bucket, self.reduced(bucket))
+            for place in bucket.places:
+                if self._arrivals.used_name(place.name):
+                    shape = self.parameters[place.name].shape
+                    found[place.name] = whole[place.start : place.start + place.numel].view(shape).clone()
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def optimizer_state(self) -> State:
+        if self.whole_updates:
+            state = self.optimizer.state
+            return {piece.name: detached(state[target]) for piece, target in self.pieces if target in state}
+        return join_state(self._kept())
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        cut_state(self._kept(), state)
+
+    def _kept(self) -> Kept:
+        return Kept(self.parameters, self.buckets, self.pieces, self.optimizer, self.owners)
+
+    def _whole(self, bucket: Bucket, mine: torch.Tensor) -> torch.Tensor:
+        if self.whole_updates:
+            return mine
+        whole = torch.empty(bucket.size, dtype=mine.dtype, device=mine.device)
+        self.owners.all_gather(whole, mine.contiguous()).wait()
+        return whole
+
+    def _adopt_parameters(self) -> None:
+        for bucket, vector in zip(self.buckets, self.vectors, strict=True):
+            for place in bucket.places:
+                parameter = self.parameters[place.name]
+                view = vector[place.start : place.start + place.numel].view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    def _target(self, piece: Piece) -> torch.Tensor:
+        parameter = self.parameters[piece.name]
+        if self.whole_updates:
+            return parameter
+        return self.vectors[piece.bucket][piece.start : piece.start + piece.numel]

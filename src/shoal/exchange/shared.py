@@ -1,0 +1,130 @@
+"""One host is shared memory: one copy of the parameters and one of the optimizer state per host.
+
+Parameters are views of one vector that all workers of a host have mapped; each worker's gradients are views of a
+vector that the others can read. When a bucket is full everywhere, each worker sums its slice over all workers'
+vectors where they lie, and after backward updates its slice of the parameters in place. Nothing is copied and
+nothing is sent. Between hosts, the owners of the same slice all-reduce among themselves, one stream per slice.
+
+When to use: CPU training, always, unless the optimizer must see whole parameters. A host with N workers holds
+(1 + N + 2) vectors for Adam, where N copies of ddp hold 4 N.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.exchange.base import BucketOptions, Setup
+from shoal.exchange.flat import FlatExchange
+from shoal.exchange.slices import SliceSums
+from shoal.types import Memory, Promise
+from shoal.world.buckets import Bucket
+from shoal.world.memory import SharedMemoryUnavailable, SharedRegion
+from shoal.world.shm import SharedMemoryGroup
+from shoal.world.world import DONE, Handle, World
+
+
+class Shared(FlatExchange):
+    """Gradients are summed where they lie; each worker updates its slice of the host's one model."""
+
+    promise = Promise.EXACT
+    summary = "one copy of the model per host, in shared memory"
+
+    def __init__(self, setup: Setup, options: BucketOptions) -> None:
+        if setup.world.device.type != "cpu":
+            raise ConfigError("shared keeps the model in host memory; on cards use ddp, zero1 or zero2.")
+        hosts = _ranks_by_host(setup.world)
+        self._across = setup.world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
+        super().__init__(setup, options, owners=setup.world.cut(hosts))
+        self._sums = SliceSums(self.buckets, self.owners.size, setup.world.device) if self.each else None
+
+    def _parameter_vectors(self) -> list[torch.Tensor]:
+        parameters = self._vectors("parameters")
+        self._theirs = [self._vectors(f"gradients{rank}") for rank in range(self.owners.size)]
+        self._gradients = self._theirs[self.owners.rank]
+        return parameters
+
+    def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
+        return self._gradients[bucket.index]
+
+    def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        start, stop = self.ranges[bucket.index]
+        out = vector[start:stop] if self._sums is None else self._sums.target(bucket)
+        if self.owners.size == 1:
+            if self._sums is not None:
+                out.copy_(vector)
+            return self._across.all_reduce(out)
+        group = self.owners.group
+        assert isinstance(group, SharedMemoryGroup)
+        self.world.traffic.bytes_sent += self.owners.share_of(vector)
+        work = group.reduce_parts([theirs[bucket.index][start:stop] for theirs in self._theirs], out)
+        return work if self._across.size == 1 else _Then(work, self._across, out)
+
+    def settle(self) -> None:
+        if self._sums is not None:
+            self._sums.fold()
+            self.owners.barrier()  # others may still be reading the vectors that the next micro-batch writes
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        if self._sums is not None:
+            return self._sums.of(bucket)
+        start, stop = self.ranges[bucket.index]
+        return self._gradients[bucket.index][start:stop]
+
+    def publish(self) -> None:
+        if self._sums is not None:
+            self._sums.reset()
+        self.owners.barrier()
+
+    def _vectors(self, name: str) -> list[torch.Tensor]:
+        """One vector per bucket in a region of the host's workers; private memory where a worker is alone."""
+        if self.owners.size == 1:
+            return [torch.zeros(b.size, dtype=b.dtype) for b in self.buckets]
+        group, store = self.owners.group, self.world.store
+        assert store is not None
+        if not isinstance(group, SharedMemoryGroup) or group.kind != "shm":
+            raise SharedMemoryUnavailable("this host's workers have no shared memory")
+        host = self.world.hosts.index(self.world.hosts[self.world.rank])
+        turn = store.add(f"shoal/shared/{self.world.rank}", 1)  # the same on all ranks: they come here equally often
+        total = sum(b.nbytes for b in self.buckets)
+        label = f"shoal/shared/{host}/{turn}/{name}"
+        region = SharedRegion.create(store, label, self.owners.rank, self.owners.size, total)
+        vectors, offset = [], 0
+        for bucket in self.buckets:
+            vectors.append(region.tensor(bucket.dtype, offset, bucket.size))
+            offset += bucket.nbytes
+        return vectors
+
+    @classmethod
+    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+        each = parameters * itemsize
+        return Memory(each / workers, each, each * state_per_parameter / workers)
+
+
+class _Then:
+    """A sum within the host, then an all-reduce between the hosts, started as soon as the sum is there."""
+
+    def __init__(self, work: torch.distributed.Work, across: World, out: torch.Tensor) -> None:
+        self._second: Handle = DONE
+
+        def start(_: object) -> None:
+            self._second = across.all_reduce(out)
+
+        self._first = work.get_future().then(start)
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second.wait()
+
+
+def _ranks_by_host(world: World) -> list[list[int]]:
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(world.hosts):
+        by_host.setdefault(host, []).append(rank)
+    counts = sorted({len(ranks) for ranks in by_host.values()})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"shared needs as many workers on every host, but hosts have {counts[0]} to {counts[-1]}; "
+            "use equal --workers, or ddp."
+        )
+    return list(by_host.values())

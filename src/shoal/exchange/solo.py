@@ -1,0 +1,68 @@
+"""One process, nothing to exchange: the reference that every other exchange is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from shoal.exchange.base import Exchange, NoOptions, Setup, State, Tally, detached, sum_of_squares, trainable
+from shoal.exchange.optimizer import make_optimizer, move_optimizer, step_scaled
+from shoal.types import Memory, Promise
+
+
+class Solo(Exchange):
+    """Plain torch: gradients where autograd puts them, the optimizer on the parameters themselves."""
+
+    promise = Promise.EXACT
+    summary = "one process alone"
+    Options = NoOptions
+
+    def __init__(self, setup: Setup, options: NoOptions) -> None:
+        del options
+        self._parameters = trainable(setup.model)
+        made = make_optimizer(setup.make_optimizer, self._parameters)
+        self.optimizer = move_optimizer(made, {id(p): [p] for p in self._parameters.values()})
+
+    def begin(self) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor | None, last: bool) -> None:
+        del last
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def finish(self, tally: Tally) -> Tally:
+        return tally
+
+    def norm(self) -> float:
+        return float(sum_of_squares(self._held()) ** 0.5)
+
+    def update(self, factor: float, limit: float | None) -> None:
+        with torch.no_grad():
+            step_scaled(self.optimizer, self._held(), factor, limit)
+        self.drop()
+
+    def drop(self) -> None:
+        for p in self._parameters.values():
+            p.grad = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self._parameters.items() if p.grad is not None}
+
+    def optimizer_state(self) -> State:
+        state = self.optimizer.state
+        return {name: detached(state[p]) for name, p in self._parameters.items() if p in state}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for name, entries in state.items():
+            self.optimizer.state[self._parameters[name]] = detached(entries)
+
+    @classmethod
+    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+        del workers
+        each = parameters * itemsize
+        return Memory(each, each, each * state_per_parameter)
+
+    def _held(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]

@@ -1,0 +1,1 @@
+"""What a strategy means and whether it can work."""

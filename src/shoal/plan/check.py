@@ -1,0 +1,71 @@
+"""Every rule about which strategies can work, in one table: refuse before any process starts, in one sentence.
+
+A rule looks at a parsed Plan and the number of workers and returns a sentence, or None if it has no objection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal import compress, exchange
+from shoal.config import degree_of, fill_options, parse_strategy
+from shoal.errors import ConfigError
+from shoal.types import Plan
+
+Rule = Callable[[Plan, int], str | None]
+
+
+def check_text(text: str, workers: int) -> Plan:
+    """Parse a strategy and refuse it if it cannot work with so many workers.
+
+    >>> print(check_text("zero2(bucket_mb=8)", workers=4))
+    zero2(bucket_mb=8)
+    >>> check_text("zero4", workers=4)
+    Traceback (most recent call last):
+    shoal.errors.ConfigError: unknown exchange 'zero4'; did you mean 'zero2'? There are: ddp, shared, solo, zero1, zero2.
+    """
+    plan = parse_strategy(text)
+    chosen = exchange.TABLE.look_up(plan.exchange.name)
+    options = fill_options(plan.exchange, chosen.Options)
+    if plan.compressor is not None:
+        fill_options(plan.compressor, compress.TABLE.look_up(plan.compressor.name))
+    if getattr(options, "bucket_mb", 1.0) <= 0:
+        raise ConfigError(f"{plan.exchange}: bucket_mb must be above 0; 16 is a good size.")
+    for rule in RULES:
+        objection = rule(plan, workers)
+        if objection is not None:
+            raise ConfigError(objection)
+    return plan
+
+
+def _workers_exist(plan: Plan, workers: int) -> str | None:
+    return None if workers >= 1 else f"{plan} needs at least 1 worker; you have {workers}. Use --workers 1."
+
+
+def _degrees_divide(plan: Plan, workers: int) -> str | None:
+    cells = degree_of(plan.tensor) * degree_of(plan.pipeline)
+    if cells == 0:
+        return f"{plan}: a degree of 0 leaves nobody to do the work; use tp1 or pp1."
+    if workers % cells:
+        down = workers // cells * cells
+        near = f"{down} or {down + cells}" if down else f"{cells}"
+        product = " * ".join(str(c) for c in (plan.tensor, plan.pipeline) if c is not None)
+        return f"{product} needs a multiple of {cells} workers; you have {workers}. Use --workers {near}."
+    return None
+
+
+def _no_layer_is_cut_yet(plan: Plan, workers: int) -> str | None:
+    del workers
+    cut = [c for c in (plan.tensor, plan.pipeline) if degree_of(c) > 1]
+    if cut:
+        return f"{plan}: this version cannot split a model ({cut[0]}); use {plan.exchange} alone."
+    return None
+
+
+def _solo_is_alone(plan: Plan, workers: int) -> str | None:
+    if plan.exchange.name == "solo" and workers > 1:
+        return f"solo is one process alone; you have {workers} workers. Use --workers 1, or ddp."
+    return None
+
+
+RULES: tuple[Rule, ...] = (_workers_exist, _degrees_divide, _no_layer_is_cut_yet, _solo_is_alone)

@@ -1,0 +1,187 @@
+"""Randomness keyed by name: what is drawn depends on what it is for, never on who drew before.
+
+A run has one seed. Everything random in it gets a key of its own, derived from that seed and a path of
+names: the order of an epoch, the initial values of `encoder.0.weight`, the dropout of a micro-batch of step
+1200. So a layer added, a layer built on another worker or a step repeated after a crash changes nothing
+else.
+
+PyTorch has one global generator instead, and a tensor has no name yet when it is filled. `build_by_name`
+therefore runs the builder again. The first run watches: it numbers the operations that draw from the global
+generator and follows each draw, from storage to storage, into the parameters and buffers it reaches. The
+next run seeds the generator before each draw by the name of the first tensor that the draw reaches.
+Building again, rather than patching tensors afterwards, keeps true whatever the builder made true: copies
+stay equal, an orthogonal matrix stays orthogonal, a norm still belongs to its weight.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def derive(seed: int, *names: str | int) -> int:
+    """A 63-bit key for one use of a seed. Stable across versions, machines and processes.
+
+    >>> derive(0, "order", 3)
+    2140218902847123268
+    >>> derive(0, "ab", "c") == derive(0, "a", "bc")
+    False
+    """
+    # Length before text, and a letter for the type: no two paths share an encoding.
+    parts = [f"i{name:d};" if isinstance(name, int) else f"s{len(name)}:{name};" for name in (seed, *names)]
+    return xxhash.xxh3_64_intdigest("".join(parts).encode()) >> 1
+
+
+def set_stream(seed: int, *names: str | int) -> None:
+    """Let torch's global generators continue from a key, so that what follows depends on the key alone.
+
+    Cheap enough to call before every micro-batch. Seeds the CPU and, once CUDA is in use, its current device.
+
+    >>> set_stream(0, "step", 7, "position", 0)
+    >>> first = torch.rand(3)
+    >>> set_stream(0, "step", 7, "position", 0)
+    >>> torch.equal(first, torch.rand(3))
+    True
+    """
+    key = derive(seed, *names)
+    # torch.manual_seed also visits every other kind of device, which costs fifty times as much. The CPU
+    # generator uses the low 32 bits of a seed only; those of a key are as well mixed as the rest.
+    torch.default_generator.manual_seed(key)
+    if _cuda_in_use():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
+
+
+def build_by_name(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The model that `make` builds, each initial value a function of (seed, qualified name, how it is drawn).
+
+    A `make` that draws anything is called at least twice; the last model is returned. Two kinds of draws have
+    no name: one that reaches its tensor as a Python number (`fill_(torch.rand(()).item())`) depends on its
+    place among all draws, and one from a generator that `make` passes itself is left alone. The global
+    generators are left as they were.
+
+    >>> small = build_by_name(lambda: nn.Sequential(nn.Linear(2, 2)), seed=0)
+    >>> large = build_by_name(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), seed=0)
+    >>> torch.equal(small[0].weight, large[0].weight)
+    True
+    """
+    devices = range(torch.cuda.device_count()) if _cuda_in_use() else ()
+    with torch.random.fork_rng(devices=devices):
+        names: list[Name] = []
+        for _ in range(_MOST_RUNS - 1):
+            with _NamedDraws(names, seed) as draws:
+                model = make()
+            found = draws.names(model)
+            if found == names:
+                return model
+            names = found
+            del model  # before the next one takes as much memory again
+        with _NamedDraws(names, seed):
+            return make()
+
+
+Name = tuple[str | int, ...]
+"""What a draw is for; a path for `derive`."""
+
+# A builder whose control flow depends on what it draws may draw differently once the names are right; each
+# run settles at least one more draw. What has not settled by then still depends on seed and builder alone.
+_MOST_RUNS = 4
+
+
+class _NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds the global generators before each draw by its name, and follows the draw wherever it goes.
+
+    All operations inside one call of a torch.nn.init function are one draw: `trunc_normal_` draws again until
+    nothing lies outside its bounds, and the number of its attempts must not shift the names of later draws.
+    """
+
+    def __init__(self, names: Sequence[Name], seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = names
+        self._seed = seed
+        self._count = 0
+        self._init_call: FrameType | None = None
+        # By address. The weak reference keeps an address from being used again, but does not keep the memory.
+        self._reached: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
+
+    def names(self, model: nn.Module) -> list[Name]:
+        """A name for each draw so far: that of the first tensor of the model it reached, with a number."""
+        names: dict[int, Name] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+                continue  # neither has a storage of its own to follow a draw into
+            fresh = sorted(self._reaching(tensor) - names.keys())
+            names.update({draw: ("tensor", name, number) for number, draw in enumerate(fresh)})
+        return [names.get(draw, ("build", draw)) for draw in range(self._count)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        draws = frozenset[int]().union(*(self._reaching(tensor) for tensor in _tensors((args, kwargs))))
+        if _is_draw(func, args, kwargs):
+            draws |= {self._begin_draw()}
+        result = func(*args, **kwargs)
+        if draws:
+            for tensor in _tensors((result, _written(func, args, kwargs))):
+                reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                self._reached[reference.cdata] = (reference, draws)
+        return result
+
+    def _begin_draw(self) -> int:
+        """The number of the draw that the coming operation belongs to; seeds the generators if it is new."""
+        init_call = _outermost_init_call()
+        if init_call is None or init_call is not self._init_call:
+            number = self._count
+            set_stream(self._seed, *(self._given[number] if number < len(self._given) else ("build", number)))
+            self._count += 1
+        self._init_call = init_call
+        return self._count - 1
+
+    def _reaching(self, tensor: Tensor) -> frozenset[int]:
+        """The draws that influenced this tensor, by number."""
+        _, draws = self._reached.get(tensor.untyped_storage()._cdata, (None, frozenset()))
+        return draws
+
+
+def _outermost_init_call() -> FrameType | None:
+    """The running call of a torch.nn.init function, if there is one."""
+    found = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == nn.init.__file__:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation takes from a global generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return not any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation changes in place; some (`_foreach_mul_`) do not return them."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    return [given.get(argument.name) for argument in arguments if argument.is_write]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments that have a storage of their own (sparse ones have none)."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -1,0 +1,123 @@
+"""Run a function on several real worker processes and get their results back.
+
+Workers are forked from a server that has torch loaded already, so a world of four starts in a fraction of a
+second. They meet in a private file. The first failure ends the others and its traceback is what the caller
+sees; a deadline ends all of them; whoever is left over at the end is killed and reported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from shoal.world.launch import Launch
+from shoal.world.world import World
+
+
+class SpawnError(AssertionError):
+    """A worker failed, or time ran out."""
+
+
+def spawn(
+    function: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    timeout: float = 120.0,
+    hosts: Sequence[str] | None = None,
+    backend: str = "auto",
+) -> list[Any]:
+    """`function(world, *args)` on every one of `workers` processes; its results in rank order.
+
+    `hosts` names the host that each rank counts as: ["a", "a", "b", "b"] makes two hosts of two workers.
+    `function` must be importable (a module-level function), because workers import it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "shoal.train.run"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        launches = [
+            Launch(rank, workers, rank, workers, f"file://{folder}/store", hosts[rank] if hosts else "")
+            for rank in range(workers)
+        ]
+        pipes = [context.Pipe(duplex=False) for _ in launches]
+        processes = [
+            context.Process(target=_work, args=(sender, launch, backend, function, args), daemon=True)
+            for (_, sender), launch in zip(pipes, launches, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout)
+        finally:
+            _end(processes)
+
+
+def _work(
+    sender: Connection, launch: Launch, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ["SHOAL_HOST"] = launch.host
+    world = None
+    try:
+        world = World.open(launch, backend)
+        result = function(world, *args)
+        world.barrier()
+        _send(sender, True, result)
+    except BaseException:
+        _send(sender, False, traceback.format_exc())
+    finally:
+        if world is not None:
+            world.close()
+
+
+def _send(sender: Connection, good: bool, value: Any) -> None:
+    # Plain pickle through a private pipe from our own child; Connection.send would pass tensors as open files,
+    # which are gone when the child is.
+    sender.send_bytes(pickle.dumps((good, value)))
+
+
+def _collect(receivers: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = dict(enumerate(receivers))
+    while pending:
+        ready = wait(list(pending.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise SpawnError(f"ranks {sorted(pending)} did not answer within {timeout:.0f} s")
+        failures = []
+        for rank, receiver in list(pending.items()):
+            if receiver not in ready:
+                continue
+            del pending[rank]
+            try:
+                good, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                good, value = False, "ended without a word (killed?)"
+            if good:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank} failed:\n{value}")
+        if failures:
+            # A lost peer is a consequence: the cause is what to show.
+            failures.sort(key=lambda text: "PeerLost" in text or "Connection" in text)
+            raise SpawnError(failures[0])
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.join(5.0)
+    left = [process for process in processes if process.is_alive()]
+    for process in left:
+        process.kill()
+        process.join()
+    if left:
+        raise SpawnError(f"{len(left)} workers had to be killed: pids {[p.pid for p in left]}")

@@ -1,0 +1,54 @@
+"""Loss and metrics over a whole data set, each sample once, whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shoal.data.batch import Batch, convert
+from shoal.data.loader import Feed, Loader
+from shoal.data.source import Source
+from shoal.train.loss import as_sum_and_count
+from shoal.train.step import Parts
+from shoal.types import Evaluation
+
+Metric = Callable[[Any, Batch], Any]
+"""(output, batch) -> (sum, count), or a scalar mean over the batch."""
+
+
+def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
+    """Every rank calls it and gets the same answer."""
+    world, model = parts.world, parts.model
+    batch = min(batch, len(data))
+    loader = Loader(Feed(data, batch, world.rank, world.size, shuffle=False))
+    measures = {"loss": parts.loss, **metrics}
+    sums = torch.zeros(len(measures), 2, dtype=torch.float64)
+    was_training = model.training
+    # Buffers such as batch-norm statistics follow each rank's own data; rank 0's are the ones a checkpoint keeps.
+    for handle in [world.broadcast(b) for b in model.buffers() if b.numel()]:
+        handle.wait()
+    model.eval()
+    try:
+        with torch.no_grad():
+            for step in range(loader.steps_per_epoch):
+                for mine in loader.take(step).batches:
+                    if mine is not None:
+                        sums += _measure(parts, mine, measures)
+    finally:
+        model.train(was_training)
+    world.all_reduce(sums).wait()
+    means = {name: total / count for name, (total, count) in zip(measures, sums.tolist(), strict=True)}
+    return Evaluation(means.pop("loss"), float(sums[0, 1]), means)
+
+
+def _measure(parts: Parts, batch: Batch, measures: Mapping[str, Metric]) -> torch.Tensor:
+    batch = convert(batch, parts.world.device, parts.precision.model)
+    rows = []
+    with parts.precision.context(parts.world.device):
+        output = parts.model(parts.inputs(batch))
+        for measure in measures.values():
+            total, count = as_sum_and_count(measure(output, batch), batch)
+            rows.append([float(total), count])
+    return torch.tensor(rows, dtype=torch.float64)

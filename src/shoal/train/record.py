@@ -1,0 +1,34 @@
+"""Writes down every step for `shoal verify`: loss, gradients and parameters by name, in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+
+class Recorder:
+    """Every rank calls it, because gathering is collective; rank 0 writes."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder = Path(folder)
+        self._writes = rank == 0
+
+    def gradients(self, step: int, loss: float, summed: Mapping[str, torch.Tensor], mean: float) -> None:
+        """The loss, and the mean gradient before clipping."""
+        if self._writes:
+            save_file({n: (g * mean).cpu() for n, g in summed.items()}, self._file(step, "gradients"))
+            (self._folder / f"{step}.loss.json").write_text(json.dumps(loss))
+
+    def parameters(self, step: int, model: nn.Module) -> None:
+        """The parameters after the update."""
+        if self._writes:
+            named = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+            save_file(named, self._file(step, "parameters"))
+
+    def _file(self, step: int, kind: str) -> Path:
+        return self._folder / f"{step}.{kind}.safetensors"

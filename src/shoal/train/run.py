@@ -1,0 +1,164 @@
+"""The face of Shoal: `shoal.Run`."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.checkpoint.plain import model_tensors
+from shoal.data.batch import Collate, Inputs
+from shoal.data.source import Source
+from shoal.errors import ConfigError
+from shoal.exchange.base import MakeOptimizer
+from shoal.table import did_you_mean
+from shoal.train.build import MakeModel, Order, build
+from shoal.train.evaluate import Metric, evaluate
+from shoal.train.loop import Loop, count_steps
+from shoal.train.loss import Loss
+from shoal.train.schedule import MakeScheduler
+from shoal.types import Evaluation, StepReport, Value
+from shoal.world.failure import end_in_one_sentence
+from shoal.world.launch import Launch, from_environment
+from shoal.world.world import World
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training run: an ordinary model and loss, and one line that says how the work is shared.
+
+    The script is the same alone (`python train.py`) and in parallel (`shoal run --workers 4 train.py`, or
+    torchrun); `--strategy`, `--steps` and `--set name=value` override these fields from outside.
+
+    >>> data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    >>> def loss(output, batch):
+    ...     return ((output - batch[1]) ** 2).sum(), batch[1].numel()
+    >>> run = Run(model=lambda: nn.Linear(4, 1), loss=loss, data=data, global_batch=8, log=None, progress=False,
+    ...           optimizer=lambda params: torch.optim.SGD(params, lr=0.1), strategy="solo")
+    >>> [step.number for step in run.steps("1ep")]
+    [1, 2, 3, 4]
+    """
+
+    model: nn.Module | MakeModel
+    """An nn.Module, or a callable that makes one. With a callable, initial weights depend on seed and name only."""
+    loss: Loss
+    """(output, batch) -> (sum, count), or a scalar mean over the batch."""
+    optimizer: MakeOptimizer
+    """Parameters -> a torch optimizer; groups are kept."""
+    data: Source
+    """Anything with len() and [i]."""
+    global_batch: int
+    """Samples per step, over all workers and micro-batches."""
+    strategy: str = "ddp"
+    """How the work is shared; `shoal list` shows the choices."""
+    precision: str = "fp32"
+    """fp32, bf16, fp16 or fp64."""
+    clip: float | str | None = None
+    """A global norm, or "value(0.5)" to clamp each element."""
+    schedule: str | MakeScheduler | None = None
+    """A learning rate such as "cosine(warmup=100)", or optimizer -> torch scheduler; advances once a step."""
+    accumulate: int = 1
+    """Micro-batches per worker and step."""
+    seed: int = 0
+    """Of weights, sample order and dropout."""
+    inputs: Inputs | None = None
+    """Batch -> what goes into the model; default `batch[0]`, or `batch["inputs"]` of a dict."""
+    collate: Collate | None = None
+    """List of samples -> batch; default is torch's."""
+    shuffle: bool = True
+    loader_workers: int = 0
+    """Processes per worker that prepare batches ahead; 0 prepares them in the training process."""
+    on_nan: str = "stop"
+    """What a non-finite loss does: "stop", or "skip" that step."""
+    deterministic: bool = False
+    """Sums in rank order and torch's deterministic kernels: all exchanges agree bit for bit."""
+    checkpoint: str | None = None
+    """Folder for checkpoints. A run that finds one there goes on from it."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; the last step is saved too."""
+    log: str | None = "runs/log"
+    """Folder for events.jsonl; None writes none. With `checkpoint` given, the default is that folder."""
+    progress: bool = True
+    """Show a progress bar, or plain lines where there is no terminal."""
+    backend: str = "auto"
+    """auto, shoal (shared memory on one host, gloo between hosts), gloo, nccl."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        launch = from_environment()
+        end_in_one_sentence(launch.rank)
+        self._steps_override = self._apply(launch.overrides)
+        self.world = World.open(launch, self.backend, self.device)
+        atexit.register(self.world.close)
+        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(Order)}
+        self.plan, self._parts = build(Order(**asked), self.world, launch.record)
+        self._loop = Loop(
+            self._parts,
+            self.schedule,
+            Path(self.checkpoint) if self.checkpoint else None,
+            self.checkpoint_every,
+            self._log_folder(launch),
+            {
+                "strategy": str(self.plan),
+                "workers": self.world.size,
+                "precision": self.precision,
+                "version": shoal.__version__,
+            },
+            self.progress and not launch.record,
+        )
+        self._progress = self._loop.resume()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as it is being trained."""
+        return self._parts.model
+
+    def steps(self, how_long: int | str) -> Iterator[StepReport]:
+        """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
+        total = count_steps(self._steps_override or how_long, self._parts.loader.steps_per_epoch)
+        return self._loop.steps(total, self._progress)
+
+    def evaluate(
+        self, data: Source, metrics: Mapping[str, Metric] | None = None, batch: int | None = None
+    ) -> Evaluation:
+        """Loss, and metrics given as (output, batch) -> (sum, count), over a whole data set and all workers."""
+        return evaluate(self._parts, data, metrics or {}, batch or self.global_batch)
+
+    def save(self, name: str) -> None:
+        """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
+        path = Path(name)
+        self._loop.save(path.name, self._progress, path.parent if len(path.parts) > 1 else None)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model on rank 0, on the CPU; empty on other ranks."""
+        return model_tensors(self._parts.model) if self.world.rank == 0 else {}
+
+    def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
+        """What --strategy, --set and --steps say; they win over the script."""
+        settable = {f.name for f in dataclasses.fields(self) if f.name not in _NOT_SETTABLE}
+        for key, value in overrides.items():
+            if key == "steps":
+                continue
+            if key not in settable:
+                raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}")
+            setattr(self, key, value)
+        steps = overrides.get("steps")
+        return steps if isinstance(steps, int | str) else None
+
+    def _log_folder(self, launch: Launch) -> Path | None:
+        if self.log is None or launch.record:
+            return None
+        if self.log == "runs/log":
+            return Path(self.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
+        return Path(self.log)
+
+
+_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate"}

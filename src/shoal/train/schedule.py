@@ -1,0 +1,120 @@
+"""Learning rates by name. Each is a torch scheduler that is stepped once per training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+from shoal.config import fill_options, parse_call
+from shoal.errors import ConfigError
+from shoal.table import Table
+
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+class Schedule(Protocol):
+    """A named schedule with its options filled in."""
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The optimizer's own rate, after `warmup` steps of linear rise."""
+
+    warmup: int = 0
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        del total_steps
+        return LambdaLR(optimizer, lambda step: _rise(step, self.warmup))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Linear rise over `warmup` steps, then half a cosine down to `floor` × the rate at the last step."""
+
+    warmup: int = 0
+    floor: float = 0.0
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        def factor(step: int) -> float:
+            if step < self.warmup:
+                return _rise(step, self.warmup)
+            done = (step - self.warmup) / max(total_steps - self.warmup, 1)
+            return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+        return LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Multiply by `gamma` after every step."""
+
+    gamma: float
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        del total_steps
+        return ExponentialLR(optimizer, self.gamma)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Multiply by `gamma` after every `size` steps."""
+
+    size: int
+    gamma: float = 0.1
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        del total_steps
+        return StepLR(optimizer, self.size, self.gamma)
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Multiply by `factor` when the loss has not improved for `patience` steps."""
+
+    factor: float = 0.1
+    patience: int = 100
+
+    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        del total_steps
+        return ReduceLROnPlateau(optimizer, factor=self.factor, patience=self.patience)
+
+
+TABLE: Table[type[Schedule]] = Table(
+    "schedule",
+    {
+        "constant": Constant,
+        "cosine": Cosine,
+        "exponential": Exponential,
+        "step": Step,
+        "plateau": Plateau,
+    },
+)
+
+
+def make_scheduler(
+    schedule: str | MakeScheduler | None, optimizer: Optimizer, total_steps: int
+) -> LRScheduler | None:
+    """The scheduler that a name such as "cosine(warmup=100)" or a function of the optimizer stands for."""
+    if schedule is None:
+        return None
+    if isinstance(schedule, str):
+        call = parse_call(schedule, "schedule")
+        return fill_options(call, TABLE.look_up(call.name)).make(optimizer, total_steps)
+    made = schedule(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"schedule= returned {type(made).__name__}; give a name such as 'cosine(warmup=100)' or a function "
+            "of the optimizer that returns a torch LRScheduler."
+        )
+    return made
+
+
+def _rise(step: int, warmup: int) -> float:
+    return min((step + 1) / warmup, 1.0) if warmup else 1.0

@@ -1,0 +1,114 @@
+"""Flat buckets: where every parameter and its gradient lies in a few long vectors. Pure arithmetic.
+
+A bucket is one contiguous vector that holds several parameters one after the other. It is cut into as many
+equal slices as there are owners, so one reduce-scatter or all-gather moves it whole. A parameter may cross a
+slice border; the part of it that lies in one slice is a piece.
+
+Every parameter starts at, and every slice ends at, a multiple of ALIGN elements. Element-wise kernels treat
+the last few elements of a vector in another way than its body; with these borders an element is in the body
+or in the tail no matter how its parameter was cut, so all exchanges round alike and agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter in a bucket: elements [start, start + numel)."""
+
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat vector; `size` elements, a multiple of the number of slices."""
+
+    index: int
+    dtype: torch.dtype
+    places: tuple[Place, ...]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that lies in a range of its bucket."""
+
+    name: str
+    bucket: int
+    start: int
+    """First element, counted in the bucket."""
+    numel: int
+    offset: int
+    """First element, counted in the flattened parameter."""
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, int, torch.dtype]], slices: int, capacity: int
+) -> tuple[Bucket, ...]:
+    """Pack (name, numel, dtype), in the order given, into buckets of at most `capacity` bytes each.
+
+    A parameter larger than the capacity gets a bucket of its own. Each dtype has its own buckets.
+
+    >>> buckets = lay_out([("b", 3, torch.float32), ("a", 100, torch.float32)], slices=2, capacity=4096)
+    >>> [(p.name, p.start) for p in buckets[0].places], buckets[0].size
+    ([('b', 0), ('a', 64)], 256)
+    """
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(dtype for _, _, dtype in parameters):
+        places: list[Place] = []
+        end = 0
+        for name, numel, this in parameters:
+            if this != dtype:
+                continue
+            if places and (end + numel) * dtype.itemsize > capacity:
+                buckets.append(_close(len(buckets), dtype, places, end, slices))
+                places, end = [], 0
+            places.append(Place(name, end, numel))
+            end = _round_up(end + numel, ALIGN)
+        buckets.append(_close(len(buckets), dtype, places, end, slices))
+    return tuple(buckets)
+
+
+def slice_of(bucket: Bucket, slices: int, index: int) -> tuple[int, int]:
+    """First element and end of slice `index` of a bucket."""
+    width = bucket.size // slices
+    return index * width, (index + 1) * width
+
+
+def pieces_of(bucket: Bucket, start: int, stop: int) -> tuple[Piece, ...]:
+    """The pieces of the bucket's parameters that lie in [start, stop)."""
+    found = []
+    for place in bucket.places:
+        low, high = max(place.start, start), min(place.start + place.numel, stop)
+        if low < high:
+            found.append(Piece(place.name, bucket.index, low, high - low, low - place.start))
+    return tuple(found)
+
+
+def gaps_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The ranges of a bucket that no parameter uses."""
+    edges = [(place.start, place.start + place.numel) for place in bucket.places]
+    ends = [0, *(stop for _, stop in edges)]
+    starts = [*(start for start, _ in edges), bucket.size]
+    return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
+def _close(index: int, dtype: torch.dtype, places: list[Place], end: int, slices: int) -> Bucket:
+    return Bucket(index, dtype, tuple(places), _round_up(max(end, 1), ALIGN * slices))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

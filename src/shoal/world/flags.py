@@ -1,0 +1,151 @@
+"""How workers that share memory wait for each other: one counter each, and a sleep the kernel can end.
+
+Every rank owns some lines of the control page and only it writes there: a counter that never goes back, a
+mark that says "I sleep", and who it is (process id and start time). Waiting for a peer is reading its counter:
+a short poll first, since the peer is often only microseconds behind, then futex(2), called through ctypes so
+that other threads of this process run meanwhile. Every 100 ms of sleep the waiter looks whether its peers live.
+
+Only for x86-64, where stores become visible in the order they were made: data first, counter second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from shoal.errors import PeerLost
+from shoal.world.memory import SharedRegion
+
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
+_EVERYBODY = 2**31 - 1
+_STRIDE = 32
+"""Words per rank: four cache lines, so that no line has two writers and the prefetcher joins none."""
+_COUNTER, _SLEEPS, _PID, _START = 0, 8, 16, 17
+_LOOK = 0.1
+"""Seconds of sleep between two looks at whether the peers live."""
+_POLLS_TOGETHER = 1500
+"""Polls before sleeping when each worker can have a core: about as long as a sleep and a wake take."""
+_POLLS_CROWDED = 8
+"""Polls before sleeping with more workers than cores: the peer may need this very core to get there."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def supported() -> bool:
+    """Whether this machine orders stores as the counters need, and knows futex by the number used here."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
+
+
+def control_bytes(size: int) -> int:
+    """Bytes of the control page for `size` ranks."""
+    return -(-size * _STRIDE * 8 // 4096) * 4096
+
+
+class Flags:
+    """This rank's counter and its view of everybody's. One thread at a time may use it."""
+
+    def __init__(self, region: SharedRegion, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.count = 0
+        """Rounds this rank has published."""
+        self._words = region.words(0, size * _STRIDE)
+        anchor = region.tensor(torch.uint8, 0, 1)
+        self._address = anchor.data_ptr()
+        self._anchor = anchor  # keeps the mapping alive as long as the raw address is in use
+        self._mine = rank * _STRIDE + _COUNTER
+        self._my_sleep = rank * _STRIDE + _SLEEPS
+        peers = [(rank + step) % size for step in range(1, size)]
+        self._counters = [peer * _STRIDE + _COUNTER for peer in peers]
+        self._sleeps = [peer * _STRIDE + _SLEEPS for peer in peers]
+        self._polls = _POLLS_TOGETHER if size <= len(os.sched_getaffinity(0)) else _POLLS_CROWDED
+        self._fence = threading.Lock()
+        self._pause = _Timespec(0, int(_LOOK * 1e9))
+        self._futex = ctypes.CDLL(None).syscall
+        number, pointer = ctypes.c_long, ctypes.c_void_p
+        self._futex.argtypes = [number, pointer, number, number, pointer, pointer, number]
+        self._words[rank * _STRIDE + _PID] = os.getpid()
+        self._words[rank * _STRIDE + _START] = _start_time(os.getpid())
+
+    def publish(self) -> None:
+        """Say that this rank has written its part of the next round."""
+        words = self._words
+        self.count += 1
+        words[self._mine] = self.count
+        # The counter must be visible before the marks are read, or a peer could mark itself, miss the new
+        # count and sleep through it. Taking a lock is the cheapest full fence Python has.
+        with self._fence:
+            pass
+        for sleeps in self._sleeps:
+            if words[sleeps]:
+                word = self._address + 8 * self._mine
+                self._futex(_SYS_FUTEX, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+                return
+
+    def wait_all(self, what: str, patient: bool = True) -> None:
+        """Return when all ranks have published as many rounds as this one.
+
+        `patient`: poll for long, since nothing else in this process needs the core.
+        """
+        words, target = self._words, self.count
+        for counter in self._counters:
+            if words[counter] < target:
+                self._wait(counter, target, what, self._polls if patient else _POLLS_CROWDED)
+
+    def everyone_is_here(self) -> bool:
+        """Whether `wait_all` would return at once."""
+        words, target = self._words, self.count
+        return all(words[counter] >= target for counter in self._counters)
+
+    def _wait(self, counter: int, target: int, what: str, polls: int) -> None:
+        words = self._words
+        for _ in range(polls):
+            if words[counter] >= target:
+                return
+        deadline = time.monotonic() + self.timeout
+        words[self._my_sleep] = 1
+        try:
+            while (seen := words[counter]) < target:
+                # The kernel compares the low half of the counter with `seen` before it puts us to sleep.
+                word, low = self._address + 8 * counter, seen & 0xFFFFFFFF
+                self._futex(_SYS_FUTEX, word, _FUTEX_WAIT, low, ctypes.addressof(self._pause), None, 0)
+                if words[counter] < target:
+                    self._look(counter // _STRIDE, target, what, deadline)
+        finally:
+            words[self._my_sleep] = 0
+
+    def _look(self, awaited: int, target: int, what: str, deadline: float) -> None:
+        """Raise if someone who has yet to take part in this round has ended, or if the time is up."""
+        words = self._words
+        for peer in [awaited, *range(self.size)]:
+            pid = words[peer * _STRIDE + _PID]  # 0: still being made
+            late = words[peer * _STRIDE + _COUNTER] < target
+            if not pid or not late or _start_time(pid) == words[peer * _STRIDE + _START]:
+                continue
+            if words[peer * _STRIDE + _COUNTER] < target:  # it may have published just before it ended
+                raise PeerLost(
+                    f"rank {peer} (pid {pid}) ended while rank {self.rank} waited for it in {what}. "
+                    "Its own log says why; this worker only noticed."
+                )
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {self.rank} waited {self.timeout:.0f} s in {what} for rank {awaited} "
+                f"(pid {words[awaited * _STRIDE + _PID]}), which lives but has not come to it."
+            )
+
+
+def _start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is no such process or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,132 @@
+"""Memory that the workers of one host hold in common, under no name.
+
+Rank 0 makes an anonymous file in memory (memfd), reserves every byte of it, and tells the others through the
+store where the kernel shows that file: `/proc/<pid>/fd/<fd>`. They open and map it; once all have, rank 0
+closes the descriptor. So nothing ever appears in /dev/shm, the small /dev/shm of containers does not matter, and the
+kernel frees the memory with the last process, however it ended.
+
+Creation is all or nothing. Whoever fails says so through the store, and every rank raises the same
+`SharedMemoryUnavailable`, so that callers can turn to something else together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+_ALIGNMENT = 4096
+_SAID_YES = "yes"
+
+
+class SharedMemoryUnavailable(Exception):
+    """The ranks cannot all map one region. Every rank of the group raises it, with the same text."""
+
+
+class SharedRegion:
+    """One mapping of `nbytes` bytes, zero at first, shared by all ranks that made it."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self.nbytes = len(mapping)
+
+    @classmethod
+    def create(cls, store: Store, name: str, rank: int, size: int, nbytes: int) -> SharedRegion:
+        """Make a region together; all ranks pass the same `name`, new in `store`, and `nbytes`."""
+        nbytes = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        if rank == 0:
+            return cls._lead(store, name, size, nbytes)
+        return cls._follow(store, name, rank, nbytes)
+
+    @classmethod
+    def _lead(cls, store: Store, name: str, size: int, nbytes: int) -> SharedRegion:
+        fd, answers, region = -1, [_SAID_YES], None
+        try:
+            fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+            # Reserving now turns a lack of memory into an error; a sparse file would kill us at first touch.
+            os.posix_fallocate(fd, 0, nbytes)
+            region = cls(_map(fd, nbytes))
+            store.set(f"{name}/path", f"/proc/{os.getpid()}/fd/{fd}")
+        except OSError as error:
+            answers = [f"{nbytes / 1e6:.1f} MB on rank 0: {error}"]
+            store.set(f"{name}/path", "")
+        try:
+            answers += [store.get(f"{name}/answer{peer}").decode() for peer in range(1, size)]
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        verdict = next((answer for answer in answers if answer != _SAID_YES), _SAID_YES)
+        store.set(f"{name}/verdict", verdict)
+        return _agreed(region, verdict)
+
+    @classmethod
+    def _follow(cls, store: Store, name: str, rank: int, nbytes: int) -> SharedRegion:
+        answer, region = _SAID_YES, None
+        path = store.get(f"{name}/path").decode()
+        try:
+            if path:  # empty: rank 0 has failed already and its reason will come with the verdict
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    region = cls(_map(fd, nbytes))
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            answer = f"{nbytes / 1e6:.1f} MB on rank {rank}: {error}"
+        store.set(f"{name}/answer{rank}", answer)
+        return _agreed(region, store.get(f"{name}/verdict").decode())
+
+    def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
+        """A flat tensor of `count` elements from byte `offset` on; all ranks see what is written."""
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._open, dtype=dtype, count=count, offset=offset)
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """`count` unsigned 64-bit words from `offset` on; each is read or written in one access."""
+        return memoryview(self._open)[offset : offset + 8 * count].cast("Q")
+
+    def close(self) -> None:
+        """Give up this rank's hold. The memory goes when no tensor of any rank refers to it any more."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # tensors over it still live: the last of them unmaps it
+                mapping.close()
+
+    @property
+    def _open(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise ValueError("this shared region is closed")
+        return self._mapping
+
+
+def host_key(name: str = "") -> str:
+    """A text that is equal in two processes exactly if they can share memory.
+
+    `name` overrides what the machine says: workers started with different names count as different hosts.
+    Two network or process namespaces are two hosts, because `/proc/<pid>` of one means nothing in the other.
+    """
+    parts = [name or socket.gethostname(), os.uname().machine]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    for space in ("net", "pid", "ipc"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{space}"))
+    return " ".join(parts)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    # Populating now takes the page faults out of the first collective.
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _agreed(region: SharedRegion | None, verdict: str) -> SharedRegion:
+    if verdict == _SAID_YES and region is not None:
+        return region
+    if region is not None:
+        region.close()
+    raise SharedMemoryUnavailable(verdict)

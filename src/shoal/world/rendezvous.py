@@ -1,0 +1,72 @@
+"""Where the workers of a job meet: a store that all of them reach and no stranger does.
+
+One host meets in a private file. Several hosts meet at an address and port; torch's own TCPStore listens on
+every interface, so we bind the socket ourselves, to that one address, and hand it over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import cast
+from urllib.parse import urlparse
+
+import psutil
+import torch.distributed as dist
+
+from shoal.errors import ConfigError
+from shoal.world.launch import Launch
+
+
+def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store that `launch.rendezvous` names."""
+    if launch.rendezvous == "env://":
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        return cast(dist.Store, store)
+    target = urlparse(launch.rendezvous)
+    if target.scheme == "file":
+        return dist.FileStore(target.path, launch.size)
+    if target.scheme == "tcp" and target.hostname and target.port:
+        return _tcp_store(target.hostname, target.port, launch, timeout)
+    raise ConfigError(
+        f"cannot meet at '{launch.rendezvous}'; SHOAL_RENDEZVOUS takes file:///path or tcp://address:port."
+    )
+
+
+def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> dist.Store:
+    listener = None
+    if launch.rank == 0:
+        listener = socket.create_server((address, port))
+    return dist.TCPStore(
+        address,
+        port,
+        launch.size,
+        launch.rank == 0,
+        timeout,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+
+
+def bind_gloo(launch: Launch) -> None:
+    """Keep gloo's own sockets on the interface that leads to the meeting place: loopback on one host."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    target = urlparse(launch.rendezvous)
+    if target.scheme == "tcp" and target.hostname:
+        name = _interface_towards(target.hostname, target.port or 1)
+    elif launch.local_size == launch.size:
+        name = "lo"
+    else:
+        return  # torchrun over several hosts: its own choice of interface stands
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interface_towards(address: str, port: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # a datagram socket: nothing is sent, only the route is looked up
+        mine = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == mine for entry in addresses):
+            return str(name)
+    raise ConfigError(f"no network interface of this host leads to {address}:{port}; check --at.")

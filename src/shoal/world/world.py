@@ -1,0 +1,208 @@
+"""Who is here and how they talk: one World per process, and smaller ones cut from it.
+
+A World of one worker needs no process group: every collective is the identity. So every exchange runs alone
+too, by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import ConfigError
+from shoal.world.launch import Launch
+from shoal.world.memory import host_key
+from shoal.world.rendezvous import bind_gloo, open_store
+from shoal.world.shm import register_backend
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass
+class Traffic:
+    """What this worker has put on the wire, or into shared memory, for others; by the usual formulas."""
+
+    bytes_sent: int = 0
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Handle = _Done()
+
+
+class World:
+    """A set of workers and this worker's place among them.
+
+    >>> world = World.alone()
+    >>> world.rank, world.size, world.gather_values("hello")
+    (0, 1, ['hello'])
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        hosts: Sequence[str],
+        store: dist.Store | None = None,
+        group: dist.ProcessGroup | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.device = device
+        self.hosts = tuple(hosts)
+        """Which host each rank is on."""
+        self.store = store
+        self.group = group
+        self.traffic = traffic or Traffic()
+
+    @staticmethod
+    def alone(device: torch.device | None = None) -> World:
+        """A world of one."""
+        return World(0, 1, device or torch.device("cpu"), [""])
+
+    @staticmethod
+    def open(launch: Launch, backend: str = "auto", device: str = "auto") -> World:
+        """Join the job that `launch` describes; a second call in one process finds the group of the first."""
+        where = _device(device, launch.local_rank)
+        if launch.size == 1:
+            return World.alone(where)
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            register_backend()
+            bind_gloo(launch)
+            store = open_store(launch, TIMEOUT)
+            name = _backend(backend, where)
+            dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT)
+        store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
+        hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
+        return World(launch.rank, launch.size, where, hosts, store, dist.group.WORLD)
+
+    def cut(self, groups: Sequence[Sequence[int]]) -> World:
+        """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
+        mine: World | None = None
+        for ranks in groups:
+            # Groups are made by all workers in the same order, whether they are members or not.
+            group = dist.new_group(list(ranks), backend=_small_backend(self.device)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                hosts = [self.hosts[rank] for rank in ranks]
+                mine = World(ranks.index(self.rank), len(ranks), self.device, hosts, self.store, group, self.traffic)
+        assert mine is not None, "every rank must be in one group"
+        return mine
+
+    def close(self) -> None:
+        """Leave the job. Peers may already be gone, so nothing waits."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self.group = None
+
+    # The collectives. Each returns a Handle at once; the tensors belong to the collective until wait() returns.
+
+    def all_reduce(self, tensor: torch.Tensor) -> Handle:
+        """Sum over all ranks, in place."""
+        if self.size == 1:
+            return DONE
+        self.traffic.bytes_sent += 2 * self.share_of(tensor)
+        work: Handle = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
+        if self.size == 1:
+            if out.data_ptr() != tensor.data_ptr():
+                out.copy_(tensor)
+            return DONE
+        self.traffic.bytes_sent += self.share_of(tensor)
+        work: Handle = dist.reduce_scatter_tensor(out, tensor, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
+        """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
+        if self.size == 1:
+            if out.data_ptr() != part.data_ptr():
+                out.copy_(part)
+            return DONE
+        self.traffic.bytes_sent += self.share_of(out)
+        work: Handle = dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
+        """Everybody gets rank `source`'s tensor."""
+        if self.size == 1:
+            return DONE
+        if self.rank == source:
+            self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
+        work: Handle = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        return work
+
+    def barrier(self) -> None:
+        """Wait until everybody is here."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1)).wait()
+
+    def gather_numbers(self, mine: Sequence[float]) -> torch.Tensor:
+        """A float64 table with one row per rank."""
+        table = torch.zeros(self.size, len(mine), dtype=torch.float64)
+        table[self.rank] = torch.tensor(mine, dtype=torch.float64)
+        self.all_reduce(table).wait()  # every other row is zero, so the sum is exact
+        return table
+
+    def gather_values(self, mine: Any) -> list[Any]:
+        """The JSON value of every rank, in rank order."""
+        if self.size == 1:
+            return [mine]
+        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()
+        longest = max(sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: text.numel()] = text
+        table = torch.zeros(self.size * longest, dtype=torch.uint8)
+        self.all_gather(table, padded).wait()
+        rows = table.view(self.size, longest)
+        return [json.loads(bytes(rows[r, : int(n)].tolist())) for r, n in enumerate(sizes)]
+
+    def share_of(self, tensor: torch.Tensor) -> int:
+        """The bytes of a tensor that other workers must get, or give."""
+        return tensor.numel() * tensor.itemsize * (self.size - 1) // self.size
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cuda":
+        return torch.device(name)
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {local_rank} of this host has no card: {torch.cuda.device_count()} found; "
+            f"use --workers {torch.cuda.device_count()} or device='cpu'."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _small_backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "shoal"
+
+
+def _backend(name: str, device: torch.device) -> str:
+    if name == "auto":
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "shoal"
+    if name not in ("shoal", "gloo", "nccl"):
+        raise ConfigError(f"unknown backend '{name}'; there are: auto, shoal, gloo, nccl.")
+    return name
