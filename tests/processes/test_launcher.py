@@ -43,8 +43,10 @@ class Shell:
 
     def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+        # The tester's own choice of threads must not hide what the launcher chooses.
+        inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
         env = {
-            **os.environ,
+            **inherited,
             "PYTHONPATH": paths,
             "TMPDIR": str(self.temporary),
             "NO_COLOR": "1",
@@ -126,11 +128,12 @@ def seen(shell: Shell, rank: int) -> dict[str, object]:
 
 
 def test_workers_know_their_place_and_share_one_import(shell: Shell) -> None:
-    options = ["--workers", "3", "--threads", "1", "--steps", "2ep"]
+    options = ["--workers", "3", "--threads", "1", "--strategy", "ddp", "--steps", "2ep"]
     settings = ["--set", "clip=0.5", "--set", "resume=false", "--set", "name=a=b"]
     done = shell.run("run", *options, *settings, shell.script(SHOW), "--lr", "1", "--", "-x")
     assert (done.returncode, done.stderr) == (0, "err 0\n")
     assert done.stdout == "out 0\nno newline at the end", "only the first worker prints"
+    expected = {"strategy": "ddp", "steps": "2ep", "clip": 0.5, "resume": False, "name": "a=b"}
     for rank in range(3):
         found = seen(shell, rank)
         assert [found[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank)] * 2
@@ -140,7 +143,7 @@ def test_workers_know_their_place_and_share_one_import(shell: Shell) -> None:
         assert found["args"] == ["--lr", "1", "--", "-x"]
         assert found["path"] == str(shell.folder)
         assert found["name"] == "__main__"
-        assert found["overrides"] == {"steps": "2ep", "clip": 0.5, "resume": False, "name": "a=b"}
+        assert found["overrides"] == expected
         rendezvous = Path(str(found["SHOAL_RENDEZVOUS"]).removeprefix("file://"))
         assert rendezvous.parent.parent == shell.temporary
     assert shell.leftovers() == [], "the private folder is removed"

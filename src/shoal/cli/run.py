@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.cluster.local import Job, check, run_job
+from shoal.cluster.local import Job, check, forkable_imports, run_job
 from shoal.errors import ConfigError
 from shoal.types import Value
 
@@ -57,10 +57,11 @@ def run(
     check(job)
     chosen = job.overrides.get("strategy")
     if chosen is not None:
-        # Imported here: `shoal run` without --strategy does not need the grammar.
-        from shoal.plan.check import check_text
+        # The rules ask every exchange, and so import torch: only where there is something to check.
+        with forkable_imports(job):
+            from shoal.plan.check import check_text
 
-        check_text(str(chosen), job.size)
+            check_text(str(chosen), job.size)
     run_job(job)
 
 

@@ -59,7 +59,7 @@ def run_job(job: Job) -> None:
     """
     check(job)
     threads = _threads(job)
-    forkable = _import_torch(threads, Path(job.script))
+    forkable = _import_torch(job)
     folder = tempfile.mkdtemp(prefix="shoal-")
     try:
         with Interrupts() as interrupts:
@@ -130,17 +130,15 @@ def _threads(job: Job) -> str:
     return job.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(share)
 
 
-def _import_torch(threads: str, script: Path) -> bool:
+def _import_torch(job: Job) -> bool:
     """Import torch for all workers at once; True if this process may then be forked."""
     if not _single_threaded():
         return False
-    # OpenBLAS, which numpy loads, starts threads at import unless told not to; OpenMP waits for first use.
-    wanted = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
-    with _environment(wanted):
+    with forkable_imports(job):
         importlib.import_module("torch.distributed")
         # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself. This is
         # only a guess about speed: a wrong one costs or misses a second and changes nothing else.
-        if any(word in script.read_bytes() for word in (b"optim", b"shoal")):
+        if any(word in Path(job.script).read_bytes() for word in (b"optim", b"shoal")):
             importlib.import_module("torch._dynamo")
     return _single_threaded()
 
@@ -150,7 +148,13 @@ def _single_threaded() -> bool:
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+def forkable_imports(job: Job) -> Iterator[None]:
+    """Whoever imports torch before `run_job` does so in here, or the workers start as fresh interpreters.
+
+    OpenBLAS, which numpy loads, starts its threads at import unless told not to; OpenMP waits for first use.
+    """
+    changes = {"OMP_NUM_THREADS": _threads(job)}
+    changes["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -235,8 +235,9 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 def _smooth(line: Sequence[float]) -> list[float]:
     """A straight line fitted around each point to a tenth of the whole; short series stay as they are.
 
-    A fitted line neither lags behind a steep start nor bends at the ends, as running means do. Sums from the
-    start to each point make it one pass for a window of any size.
+    A fitted line neither lags behind a slope nor bends at the end, as running means do. Near the start it
+    looks less far, because a loss falls in its first steps as much as in all the others. Sums from the start
+    to each point make it one pass for windows of any size.
     """
     if len(line) < 40:
         return list(line)
@@ -246,8 +247,9 @@ def _smooth(line: Sequence[float]) -> list[float]:
     one, y = known.astype(np.float64), np.where(known, y, 0.0)
     sums = np.cumsum([one, one * x, one * x * x, y, x * y], axis=1)
     sums = np.concatenate([np.zeros((5, 1)), sums], axis=1)
-    half = max(2, len(y) // 20)
-    begin, end = np.maximum(0, np.arange(len(y)) - half), np.minimum(len(y), np.arange(len(y)) + half + 1)
+    place = np.arange(len(y))
+    half = np.minimum(place // 4, max(2, len(y) // 20))
+    begin, end = place - half, np.minimum(len(y), place + half + 1)
     n, sx, sxx, sy, sxy = sums[:, end] - sums[:, begin]
     spread = n * sxx - sx * sx
     slope = np.where(spread > 0.5, (n * sxy - sx * sy) / np.maximum(spread, 0.5), 0.0)

@@ -57,9 +57,15 @@ def spawn(
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout)
-        finally:
-            _end(processes)
+            results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout)
+        except BaseException:
+            _kill(processes)
+            raise
+        left = [process for process in processes if not _ended(process)]
+        _kill(left)
+        if left:
+            raise SpawnError(f"{len(left)} workers answered and did not end: pids {[p.pid for p in left]}")
+        return results
 
 
 def _work(
@@ -112,12 +118,13 @@ def _collect(receivers: list[Connection], deadline: float, timeout: float) -> li
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
+def _ended(process: BaseProcess) -> bool:
+    process.join(5.0)
+    return not process.is_alive()
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
-        process.join(5.0)
-    left = [process for process in processes if process.is_alive()]
-    for process in left:
         process.kill()
+    for process in processes:
         process.join()
-    if left:
-        raise SpawnError(f"{len(left)} workers had to be killed: pids {[p.pid for p in left]}")

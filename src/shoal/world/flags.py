@@ -1,9 +1,10 @@
 """How workers that share memory wait for each other: one counter each, and a sleep the kernel can end.
 
 Every rank owns some lines of the control page and only it writes there: a counter that never goes back, a
-mark that says "I sleep", and who it is (process id and start time). Waiting for a peer is reading its counter:
-a short poll first, since the peer is often only microseconds behind, then futex(2), called through ctypes so
-that other threads of this process run meanwhile. Every 100 ms of sleep the waiter looks whether its peers live.
+mark that says "I sleep", and who it is (process id and start time). Waiting for a peer is reading its
+counter: a short poll first, since the peer is often only microseconds behind, then futex(2), called through
+ctypes so that other threads of this process run meanwhile. Every 100 ms of sleep the waiter looks whether its
+peers still live.
 
 Only for x86-64, where stores become visible in the order they were made: data first, counter second.
 """

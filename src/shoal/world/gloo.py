@@ -1,6 +1,6 @@
 """What gloo does for us: whole groups that span hosts, and messages between two ranks."""
 
-# torch declares each method with several signatures; a group written in Python is called by the first one only.
+# torch declares several signatures per method; a group written in Python is called by the first one only.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -142,15 +142,23 @@ class Pairs:
             return self._pairs[peer]
 
 
+class _Messenger(Protocol):
+    """The methods of ProcessGroupGloo that torch's declarations leave out."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+
 class _Pair:
     def __init__(self, store: Store, rank: int, timeout: timedelta) -> None:
         self._other = 1 - rank
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="shoal-pair")
-        self._group = self._threads.submit(ProcessGroupGloo, store, rank, 2, timeout)
+        self._group: Future[_Messenger] = self._threads.submit(ProcessGroupGloo, store, rank, 2, timeout)
         self._last: Future[Work] | None = None
 
     def issue(
-        self, call: Callable[[ProcessGroupGloo, int], Work], targets: Sequence[Tensor], flat: Sequence[Tensor]
+        self, call: Callable[[_Messenger, int], Work], targets: Sequence[Tensor], flat: Sequence[Tensor]
     ) -> Work:
         if self._group.done() and (self._last is None or self._last.done()):
             issued: Future[Work] = Future()

@@ -2,8 +2,8 @@
 
 Rank 0 makes an anonymous file in memory (memfd), reserves every byte of it, and tells the others through the
 store where the kernel shows that file: `/proc/<pid>/fd/<fd>`. They open and map it; once all have, rank 0
-closes the descriptor. So nothing ever appears in /dev/shm, the small /dev/shm of containers does not matter, and the
-kernel frees the memory with the last process, however it ended.
+closes the descriptor. So nothing ever appears in /dev/shm, the small /dev/shm of containers does not matter,
+and the kernel frees the memory with the last process, however it ended.
 
 Creation is all or nothing. Whoever fails says so through the store, and every rank raises the same
 `SharedMemoryUnavailable`, so that callers can turn to something else together.

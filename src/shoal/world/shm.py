@@ -7,7 +7,7 @@ This file translates c10d's calls into `shm_ops`; `shm_work` drives them, `flags
 bytes.
 """
 
-# torch declares each method with several signatures; a group written in Python is called by the first one only.
+# torch declares several signatures per method; a group written in Python is called by the first one only.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.world.gloo import GlooGroup, Pairs
 from shoal.world.launch import from_environment
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion, host_key
 from shoal.world.shm_flat import Batch, as_bytes, cut, numbers
-from shoal.world.shm_ops import Staging, check_op, pieces
+from shoal.world.shm_ops import Staging, check_op, pieces, region_bytes
 from shoal.world.shm_work import Driver, SharedWork
 
 NAME = "shoal"
@@ -60,7 +60,7 @@ class SharedMemoryGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form for groups written in Python
         self._rank, self._size = rank, size
         self._name = self._description = ""
-        region = SharedRegion.create(store, "staging", rank, size, regionas_bytes(size))
+        region = SharedRegion.create(store, "staging", rank, size, region_bytes(size))
         self._ops = Staging(region, rank, size)
         self._driver = Driver(Flags(region, rank, size, timeout.total_seconds()), f"shoal-group-{rank}")
         self._pairs = Pairs(store, rank, timeout)
@@ -137,8 +137,8 @@ class SharedMemoryGroup(ProcessGroup):
         """`out` = parts[0] + parts[1] + … in rank order, once every rank has called this.
 
         `parts[i]` is the same slice of rank i's buffer in a SharedRegion that all ranks see; calling says
-        "mine is written". `out` may be one of them. All tensors are flat and contiguous. Returning does not mean
-        that the others have read this rank's part: a collective before the next write sees to that.
+        "mine is written". `out` may be one of them. All tensors are flat and contiguous. Returning does not
+        mean that the others have read this rank's part: a collective before the next write sees to that.
         """
         batch = Batch()
         batch.add(self._ops.reduce_parts(parts, out), out.nbytes)
@@ -242,7 +242,7 @@ def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
         except SharedMemoryUnavailable as reason:
             if rank == 0:
                 print(
-                    f"shoal: no shared memory for a group of {size} workers, which needs {regionas_bytes(size)} "
+                    f"shoal: no shared memory for a group of {size} workers, which needs {region_bytes(size)} "
                     f"bytes ({reason}); the group uses gloo, which is slower.",
                     file=sys.stderr,
                     flush=True,

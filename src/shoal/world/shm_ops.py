@@ -35,7 +35,7 @@ SMALL = 64 << 10
 CHUNK_PAIR = 512 << 10
 """Bytes of a large all-reduce that two ranks handle per round."""
 CHUNK_SUM = 256 << 10
-"""Bytes per step when parts that are already shared are summed: the running sum stays in the L2 cache."""
+"""Bytes reduced per step, so that the running result of more than two parts stays in the L2 cache."""
 
 _COMBINE: dict[ReduceOp.RedOpType, Combine] = {
     ReduceOp.SUM: torch.add,
@@ -64,7 +64,7 @@ class Staging:
         self._region = region
         self._half = 0
         self._areas: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(CHUNK_SUM, dtype=torch.uint8)
 
     def is_one_round(self, nbytes: int) -> bool:
         """Whether a collective that stages `nbytes` per pair of ranks is over after one round."""
@@ -148,10 +148,7 @@ class Staging:
         """`out` becomes the sum of `parts`, which all ranks can see, once all ranks have written theirs."""
         self._next(torch.uint8)
         yield
-        step = max(1, CHUNK_SUM // out.element_size())
-        for start in range(0, out.numel(), step):
-            slices = [part[start : start + step] for part in parts]
-            self._reduce(_SUM, slices, out[start : start + step])
+        self._reduce(_SUM, parts, out)
 
     # Movements: everything is bytes
 
@@ -235,16 +232,22 @@ class Staging:
         return [self._region.tensor(dtype, start + rank * 2 * HALF, count) for rank in range(self.size)]
 
     def _reduce(self, op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce in order, through a scratch tensor if writing `out` early would spoil a later part."""
-        if not any(_overlap(out, part) for part in parts[2:]):
+        """Reduce in order, in steps whose running result stays in the cache.
+
+        A scratch tensor holds it where writing `out` early would spoil a later part.
+        """
+        aliased = any(_overlap(out, part) for part in parts[2:])
+        if not aliased and (len(parts) == 2 or out.nbytes <= CHUNK_SUM):
             reduce_in_order(op, parts, out)
             return
-        nbytes = out.numel() * out.element_size()
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
-        scratch = self._scratch[:nbytes].view(out.dtype)
-        reduce_in_order(op, parts, scratch)
-        out.copy_(scratch)
+        step = CHUNK_SUM // out.element_size()
+        scratch = self._scratch.view(out.dtype)
+        for start in range(0, out.numel(), step):
+            target = out[start : start + step]
+            total = scratch[: target.numel()] if aliased else target
+            reduce_in_order(op, [part[start : start + step] for part in parts], total)
+            if aliased:
+                target.copy_(total)
 
 
 def reduce_in_order(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
