@@ -4,6 +4,7 @@ ShoalError
 ├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
 ├── NonFiniteLoss      the loss became NaN or infinite; exit code 3
 ├── PeerLost           another worker ended while this one waited for it; exit code 4
+├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
 
 Each message is a sentence that says what happened, with the numbers, and what to do about it.
@@ -34,6 +35,10 @@ class PeerLost(ShoalError):
     """A worker that this one was waiting for has ended. It is a consequence, never the first cause."""
 
     exit_code = 4
+
+
+class VerifyFailed(ShoalError):
+    """`shoal verify` found a difference, or nothing to compare."""
 
 
 class WorkerFailed(ShoalError):

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import shoal
+from shoal.cli.list import list_choices
 from shoal.cli.run import run
+from shoal.cli.verify import verify
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
 _SCRIPT_LAST = {"allow_interspersed_args": False}
 
 app.command(context_settings=_SCRIPT_LAST)(run)
+app.command()(verify)
+app.command("list")(list_choices)
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
 
@@ -90,18 +91,3 @@ def overrides(strategy: str, steps: str, settings: list[str]) -> dict[str, Value
         found[key] = parse_value(text)
     return found
 
-
-def parse_value(text: str) -> Value:
-    """The value that `text` looks like.
-
-    >>> [parse_value(text) for text in ("3", "1e-3", "true", "2ep")]
-    [3, 0.001, True, '2ep']
-    """
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

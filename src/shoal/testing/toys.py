@@ -114,7 +114,7 @@ def classify(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 @dataclass(frozen=True)
 class Toy:
-    """A problem: what `shoal.Run` needs, in float64."""
+    """A problem: what `shoal.Run` needs."""
 
     summary: str
     model: Callable[[], nn.Module]
@@ -132,7 +132,7 @@ class Toy:
             x = torch.randint(0, 11, (self.samples, 4), generator=generator)
             y = torch.randint(-1, 11, (self.samples, 4), generator=generator)
         else:
-            x = torch.randn(self.samples, 5, generator=generator, dtype=torch.float64)
+            x = torch.randn(self.samples, 5, generator=generator)
             y = torch.randint(0, 3, (self.samples,), generator=generator)
             y[4] = -1  # so that now and then one worker's whole share is padding, and never a whole batch
         return TensorDataset(x, y)

@@ -73,6 +73,9 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     )
     loader = Loader(feed)
     model = _make_model(order, chosen.model).to(world.device)
+    recorder = Recorder(record, world.rank) if record else None
+    if recorder is not None:
+        recorder.start(model)
     _agree_on_model(model, world)
     setup = Setup(model, order.optimizer, world, order.accumulate, order.deterministic)
     parts = Parts(
@@ -88,7 +91,7 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
         skip_nan=order.on_nan == "skip",
         seed=order.seed,
         meter=Meter(),
-        recorder=Recorder(record, world.rank) if record else None,
+        recorder=recorder,
         usual_count=2.0 ** round(math.log2(order.global_batch)),
     )
     return plan, parts

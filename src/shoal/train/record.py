@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+from shoal.checkpoint.plain import load_model, model_tensors
 
 
 class Recorder:
@@ -17,6 +19,14 @@ class Recorder:
     def __init__(self, folder: str, rank: int) -> None:
         self._folder = Path(folder)
         self._writes = rank == 0
+
+    def start(self, model: nn.Module) -> None:
+        """Both runs begin with the same weights: the first leaves its own beside its folder, the second takes them."""
+        file = self._folder.parent / "initial.safetensors"
+        if file.exists():
+            load_model(model, load_file(file), str(file))
+        elif self._writes:
+            save_file(model_tensors(model), file)
 
     def gradients(self, step: int, loss: float, summed: Mapping[str, torch.Tensor], mean: float) -> None:
         """The loss, and the mean gradient before clipping."""

@@ -26,7 +26,7 @@ from shoal.train.loss import Loss
 from shoal.train.schedule import MakeScheduler
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.failure import end_in_one_sentence
-from shoal.world.launch import Launch, from_environment
+from shoal.world.launch import from_environment
 from shoal.world.world import World
 
 
@@ -96,6 +96,10 @@ class Run:
         launch = from_environment()
         end_in_one_sentence(launch.rank)
         self._steps_override = self._apply(launch.overrides)
+        self.accumulate *= launch.stands_for
+        if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
+            self.checkpoint, self.checkpoint_every = f"{launch.record}/checkpoint", None
+            self.log, self.progress = None, False
         self.world = World.open(launch, self.backend, self.device)
         atexit.register(self.world.close)
         asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(Order)}
@@ -105,14 +109,14 @@ class Run:
             self.schedule,
             Path(self.checkpoint) if self.checkpoint else None,
             self.checkpoint_every,
-            self._log_folder(launch),
+            self._log_folder(),
             {
                 "strategy": str(self.plan),
                 "workers": self.world.size,
                 "precision": self.precision,
                 "version": shoal.__version__,
             },
-            self.progress and not launch.record,
+            self.progress,
         )
         self._progress = self._loop.resume()
 
@@ -153,8 +157,8 @@ class Run:
         steps = overrides.get("steps")
         return steps if isinstance(steps, int | str) else None
 
-    def _log_folder(self, launch: Launch) -> Path | None:
-        if self.log is None or launch.record:
+    def _log_folder(self) -> Path | None:
+        if self.log is None:
             return None
         if self.log == "runs/log":
             return Path(self.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")

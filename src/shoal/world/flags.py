@@ -1,10 +1,10 @@
 """How workers that share memory wait for each other: one counter each, and a sleep the kernel can end.
 
 Every rank owns some lines of the control page and only it writes there: a counter that never goes back, a
-mark that says "I sleep", and who it is (process id and start time). Waiting for a peer is reading its
-counter: a short poll first, since the peer is often only microseconds behind, then futex(2), called through
-ctypes so that other threads of this process run meanwhile. Every 100 ms of sleep the waiter looks whether its
-peers still live.
+mark that says "I sleep until that rank's counter is so far", and who it is (process id and start time).
+Waiting for a peer is reading its counter: a short poll first, since the peer is often only microseconds
+behind, then futex(2), called through ctypes so that other threads of this process run meanwhile. Every 100 ms
+of sleep the waiter looks whether its peers still live.
 
 Only for x86-64, where stores become visible in the order they were made: data first, counter second.
 """
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,15 @@ def supported() -> bool:
 def control_bytes(size: int) -> int:
     """Bytes of the control page for `size` ranks."""
     return -(-size * _STRIDE * 8 // 4096) * 4096
+
+
+class Needs(NamedTuple):
+    """What a rank waits for, where that is not simply everybody's present round."""
+
+    counts: list[tuple[int, int]]
+    """Pairs of a peer and how far its counter must be ahead of mine (or may be behind, if negative)."""
+    left: int
+    """Rounds this rank has yet to publish in this collective: a peer that ends before its own is lost."""
 
 
 class Flags:
@@ -86,52 +96,57 @@ class Flags:
         with self._fence:
             pass
         for sleeps in self._sleeps:
-            if words[sleeps]:
+            mark = words[sleeps]
+            if mark and mark % self.size == self.rank and mark // self.size <= self.count:
                 word = self._address + 8 * self._mine
                 self._futex(_SYS_FUTEX, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
                 return
 
-    def wait_all(self, what: str, patient: bool = True) -> None:
-        """Return when all ranks have published as many rounds as this one.
+    def wait(self, needs: Needs | None, what: str, patient: bool = True) -> None:
+        """Return when all ranks have published as many rounds as this one, or those that `needs` asks for.
 
         `patient`: poll for long, since nothing else in this process needs the core.
         """
         words, target = self._words, self.count
-        for counter in self._counters:
-            if words[counter] < target:
-                self._wait(counter, target, what, self._polls if patient else _POLLS_CROWDED)
+        polls = self._polls if patient else _POLLS_CROWDED
+        if needs is None:
+            for counter in self._counters:
+                if words[counter] < target:
+                    self._wait(counter, target, target, what, polls)
+            return
+        for peer, ahead in needs.counts:
+            counter = peer * _STRIDE + _COUNTER
+            if words[counter] < target + ahead:
+                self._wait(counter, target + ahead, target + needs.left, what, polls)
 
-    def everyone_is_here(self) -> bool:
-        """Whether `wait_all` would return at once."""
-        words, target = self._words, self.count
-        return all(words[counter] >= target for counter in self._counters)
-
-    def _wait(self, counter: int, target: int, what: str, polls: int) -> None:
+    def _wait(self, counter: int, target: int, goal: int, what: str, polls: int) -> None:
         words = self._words
         for _ in range(polls):
             if words[counter] >= target:
                 return
-        deadline = time.monotonic() + self.timeout
-        words[self._my_sleep] = 1
+        now = time.monotonic()
+        deadline, next_look = now + self.timeout, now + _LOOK
+        words[self._my_sleep] = target * self.size + counter // _STRIDE
         try:
             while (seen := words[counter]) < target:
                 # The kernel compares the low half of the counter with `seen` before it puts us to sleep.
                 word, low = self._address + 8 * counter, seen & 0xFFFFFFFF
                 self._futex(_SYS_FUTEX, word, _FUTEX_WAIT, low, ctypes.addressof(self._pause), None, 0)
-                if words[counter] < target:
-                    self._look(counter // _STRIDE, target, what, deadline)
+                if words[counter] < target and time.monotonic() >= next_look:
+                    self._look(counter // _STRIDE, goal, what, deadline)
+                    next_look = time.monotonic() + _LOOK
         finally:
             words[self._my_sleep] = 0
 
-    def _look(self, awaited: int, target: int, what: str, deadline: float) -> None:
-        """Raise if someone who has yet to take part in this round has ended, or if the time is up."""
+    def _look(self, awaited: int, goal: int, what: str, deadline: float) -> None:
+        """Raise if someone has ended before publishing round `goal`, or if the time is up."""
         words = self._words
         for peer in [awaited, *range(self.size)]:
             pid = words[peer * _STRIDE + _PID]  # 0: still being made
-            late = words[peer * _STRIDE + _COUNTER] < target
+            late = words[peer * _STRIDE + _COUNTER] < goal
             if not pid or not late or _start_time(pid) == words[peer * _STRIDE + _START]:
                 continue
-            if words[peer * _STRIDE + _COUNTER] < target:  # it may have published just before it ended
+            if words[peer * _STRIDE + _COUNTER] < goal:  # it may have published just before it ended
                 raise PeerLost(
                     f"rank {peer} (pid {pid}) ended while rank {self.rank} waited for it in {what}. "
                     "Its own log says why; this worker only noticed."

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class _Scattered(Work):
                 work.wait(timeout) if timeout else work.wait()
                 if parts:
                     total = torch.empty_like(parts[0])
-                    reduce_in_order(self._op, parts, total)
+                    reduce_in_order(self._op, parts, total, len(parts))
                     out.copy_(total.view(out.shape))
             self._exchanges = []
         return True
@@ -150,11 +150,15 @@ class _Messenger(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
 
 
+def _messenger(store: Store, rank: int, timeout: timedelta) -> _Messenger:
+    return cast(_Messenger, ProcessGroupGloo(store, rank, 2, timeout))
+
+
 class _Pair:
     def __init__(self, store: Store, rank: int, timeout: timedelta) -> None:
         self._other = 1 - rank
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="shoal-pair")
-        self._group: Future[_Messenger] = self._threads.submit(ProcessGroupGloo, store, rank, 2, timeout)
+        self._group: Future[_Messenger] = self._threads.submit(_messenger, store, rank, timeout)
         self._last: Future[Work] | None = None
 
     def issue(

@@ -8,6 +8,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_OVERRIDES    {"strategy": "zero1", "steps": 20}                   what --strategy, --steps, --set say
     SHOAL_HOST         a name                                               which host this worker counts as
     SHOAL_RECORD       a folder                                             where `shoal verify` wants each step
+    SHOAL_STANDS_FOR   a number                                             one process cuts steps as so many would
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Launch:
     """The host this worker counts as; empty means: find out."""
     overrides: Mapping[str, Value] = field(default_factory=dict)
     record: str = ""
+    """Folder in which to write down every step; empty means: do not."""
+    stands_for: int = 1
+    """How many workers' micro-batches this one process computes, one after the other."""
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
@@ -66,4 +70,5 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         host=env.get("SHOAL_HOST", ""),
         overrides=json.loads(env.get("SHOAL_OVERRIDES", "{}")),
         record=env.get("SHOAL_RECORD", ""),
+        stands_for=number("SHOAL_STANDS_FOR", 1),
     )

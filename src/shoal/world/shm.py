@@ -242,8 +242,8 @@ def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
         except SharedMemoryUnavailable as reason:
             if rank == 0:
                 print(
-                    f"shoal: no shared memory for a group of {size} workers, which needs {region_bytes(size)} "
-                    f"bytes ({reason}); the group uses gloo, which is slower.",
+                    f"shoal: no shared memory for a group of {size} workers, which needs "
+                    f"{region_bytes(size)} bytes ({reason}); the group uses gloo, which is slower.",
                     file=sys.stderr,
                     flush=True,
                 )

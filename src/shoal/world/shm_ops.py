@@ -21,19 +21,29 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal.world.flags import control_bytes
-from shoal.world.memory import SharedRegion
+from shoal.world.flags import Needs, control_bytes
+from shoal.world.memory import SharedRegion, copy
 
-Rounds = Iterator[None]
-"""A collective under way: each item says "my part of this round is written"."""
+Rounds = Iterator[Needs | None]
+"""A collective under way: each item says "my part of this round is written", and whom to wait for."""
 Combine = Callable[..., Tensor]
 
 HALF = 2 << 20
 """Bytes of one half of one rank's staging area."""
 SMALL = 64 << 10
-"""Up to so many bytes per rank an all-reduce is one round in which everybody reduces everything."""
-CHUNK_PAIR = 512 << 10
-"""Bytes of a large all-reduce that two ranks handle per round."""
+"""Up to so many bytes per pair of ranks a collective is over after one round."""
+ALL_READ_ALL = 4 << 20
+"""Up to so many bytes times ranks, everybody reads everything in an all-reduce; beyond, ranks line up."""
+CHUNK_PAIR = 1 << 20
+"""Bytes per round where everybody reads everything: less would wait more often, more leave the L2 cache."""
+LINE = 1 << 20
+"""Bytes of the largest chunk of a large all-reduce of more than two ranks."""
+LINE_STEPS = 16
+"""Chunks it is cut into, if not too large: more would wait more often, fewer leave ends of the line idle."""
+LAG = 6
+"""Steps between adding to a chunk and copying its result: how far the ranks of a line may drift apart."""
+SLOTS = 12
+"""Chunks under way at once; more than LAG, so that the first rank does not wait for the slowest copier."""
 CHUNK_SUM = 256 << 10
 """Bytes reduced per step, so that the running result of more than two parts stays in the L2 cache."""
 
@@ -51,8 +61,8 @@ _SUM = ReduceOp(ReduceOp.SUM)
 
 
 def region_bytes(size: int) -> int:
-    """Bytes a group of `size` ranks shares: its control page and everybody's staging area."""
-    return control_bytes(size) + size * 2 * HALF
+    """Bytes a group of `size` ranks shares: its control page, everybody's staging area, the slots of the line."""
+    return control_bytes(size) + size * 2 * HALF + (SLOTS * LINE if size > 2 else 0)
 
 
 class Staging:
@@ -74,52 +84,52 @@ class Staging:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Rounds:
         """Every rank's `tensor` becomes the reduction of all."""
-        size = tensor.element_size()
         if self.size == 1:
             return
-        if self.size == 2 or tensor.numel() * size <= SMALL:
-            for chunk in pieces(tensor, CHUNK_PAIR // size):
-                areas = self._next(tensor.dtype)
-                count = chunk.numel()
-                parts = [area[:count] for area in areas]
-                parts[self.rank].copy_(chunk)
-                yield
-                self._reduce(op, parts, chunk)
-        else:
-            yield from self._all_reduce_by_owner(tensor, op)
+        if self.size > 2 and tensor.nbytes * self.size > ALL_READ_ALL:
+            yield from self._all_reduce_in_line(tensor, op)
+            return
+        each = max(CHUNK_PAIR // 4, min(CHUNK_PAIR, tensor.nbytes // 4))
+        for chunk in pieces(tensor, each // tensor.element_size()):
+            count = chunk.numel()
+            parts = [area[:count] for area in self._next(tensor.dtype)]
+            copy(parts[self.rank], chunk)
+            yield None
+            self._reduce(op, parts, chunk)
 
-    def _all_reduce_by_owner(self, tensor: Tensor, op: ReduceOp) -> Rounds:
-        """Each rank reduces one slice of every chunk for all.
+    def _all_reduce_in_line(self, tensor: Tensor, op: ReduceOp) -> Rounds:
+        """One running result per chunk goes down the line of ranks; each adds its own, later all copy it.
 
-        Round i carries both the contributions to chunk i and the reduced slices of chunk i - 1, so it costs
-        one wait per chunk. A half holds one slice per owner, and after them the slice this rank has reduced.
+        In step s a rank adds to chunk s and copies out chunk s - LAG. That is two passes over the data, where
+        slices with owners would take three. Ranks are not in step: each waits only for the rank before it, for
+        the last one (LAG steps ago), and the first rank also for slots to come free.
         """
         n, me = self.size, self.rank
-        slice_ = HALF // tensor.element_size() // (n + 1) // 64 * 64
-        chunks = pieces(tensor, slice_ * n)
-        slice_ = min(slice_, -(-chunks[0].numel() // n))
-        before: Sequence[Tensor] = ()
-        areas = self._next(tensor.dtype)
-        for chunk in chunks:
-            mine, lower, upper = _around(chunk, me * slice_, (me + 1) * slice_)
-            areas[me][: lower.numel()].copy_(lower)
-            areas[me][(me + 1) * slice_ : (me + 1) * slice_ + upper.numel()].copy_(upper)
-            yield
-            self._copy_reduced(before, areas, n * slice_)
-            parts = [area[me * slice_ : me * slice_ + mine.numel()] for area in areas]
-            parts[me] = mine
-            areas = self._next(tensor.dtype)
-            reduced = areas[me][n * slice_ : n * slice_ + mine.numel()]
-            self._reduce(op, parts, reduced)
-            mine.copy_(reduced)
-            before = [chunk[owner * slice_ : (owner + 1) * slice_] for owner in range(n)]
-        yield
-        self._copy_reduced(before, areas, n * slice_)
-
-    def _copy_reduced(self, slices: Sequence[Tensor], areas: list[Tensor], offset: int) -> None:
-        for owner, slice_ in enumerate(slices):
-            if owner != self.rank:
-                slice_.copy_(areas[owner][offset : offset + slice_.numel()])
+        each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()
+        chunks = pieces(tensor, each)
+        slots = [slot[:each] for slot in self._slots(tensor.dtype)]
+        self._next(tensor.dtype)
+        steps = len(chunks) + LAG
+        for step in range(steps):
+            needs = [(me - 1, 1)] if me > 0 and step < len(chunks) else []
+            if me == 0 and step == 0:  # all have left the collective before this one
+                needs = [(peer, 0) for peer in self.peers]
+            if me == 0 and step >= SLOTS:
+                needs = [(peer, LAG + 1 - SLOTS) for peer in self.peers]
+            if step >= LAG and me < n - 1:
+                needs.append((n - 1, 1 - LAG))
+            yield Needs(needs, steps - step)
+            if step < len(chunks):
+                slot, chunk = slots[step % SLOTS][: chunks[step].numel()], chunks[step]
+                if me == 0:
+                    copy(slot, chunk)
+                elif me < n - 1:
+                    reduce_in_order(op, (slot, chunk), slot, 1)
+                else:  # the last rank has the result at once
+                    reduce_in_order(op, (slot, chunk), chunk, n)
+                    copy(slot, chunk)
+            if step >= LAG and me < n - 1:
+                copy(chunks[step - LAG], slots[(step - LAG) % SLOTS])
 
     def reduce_scatter(self, out: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> Rounds:
         """`out` becomes the reduction of everybody's `inputs[rank]`; all tensors have as many elements."""
@@ -129,8 +139,8 @@ class Staging:
             target = out[start : start + step]
             count = target.numel()
             for peer in self.peers:
-                areas[self.rank][peer * step : peer * step + count].copy_(inputs[peer][start : start + step])
-            yield
+                copy(areas[self.rank][peer * step : peer * step + count], inputs[peer][start : start + step])
+            yield None
             parts = [area[self.rank * step : self.rank * step + count] for area in areas]
             parts[self.rank] = inputs[self.rank][start : start + step]
             self._reduce(op, parts, target)
@@ -140,14 +150,14 @@ class Staging:
         for chunk in pieces(tensor, HALF // tensor.element_size()):
             areas = self._next(tensor.dtype)
             areas[self.rank][: chunk.numel()].copy_(chunk)
-            yield
+            yield None
             if self.rank == root:
                 self._reduce(op, [area[: chunk.numel()] for area in areas], chunk)
 
     def reduce_parts(self, parts: Sequence[Tensor], out: Tensor) -> Rounds:
         """`out` becomes the sum of `parts`, which all ranks can see, once all ranks have written theirs."""
         self._next(torch.uint8)
-        yield
+        yield None
         self._reduce(_SUM, parts, out)
 
     # Movements: everything is bytes
@@ -157,24 +167,24 @@ class Staging:
         for chunk in pieces(data, HALF):
             area = self._next(torch.uint8)[root][: chunk.numel()]
             if self.rank == root:
-                area.copy_(chunk)
-            yield
+                copy(area, chunk)
+            yield None
             if self.rank != root:
-                chunk.copy_(area)
+                copy(chunk, area)
 
     def gather(self, outputs: Sequence[Tensor], data: Tensor, most: int) -> Rounds:
         """`outputs[i]` becomes `data` of rank i, on ranks that pass outputs. `most`: the longest data."""
         if outputs and outputs[self.rank].data_ptr() != data.data_ptr():
-            outputs[self.rank].copy_(data)
+            copy(outputs[self.rank], data)
         for start in range(0, most, HALF):
             areas = self._next(torch.uint8)
             piece = data[start : start + HALF]
             areas[self.rank][: piece.numel()].copy_(piece)
-            yield
+            yield None
             if outputs:
                 for peer in self.peers:
                     target = outputs[peer][start : start + HALF]
-                    target.copy_(areas[peer][: target.numel()])
+                    copy(target, areas[peer][: target.numel()])
 
     def scatter(self, out: Tensor, inputs: Sequence[Tensor], root: int) -> Rounds:
         """`out` of rank i becomes `inputs[i]` of `root`; all have as many bytes."""
@@ -185,11 +195,11 @@ class Staging:
             if self.rank == root:
                 for peer in self.peers:
                     area[peer * step : peer * step + target.numel()].copy_(inputs[peer][start : start + step])
-            yield
+            yield None
             if self.rank == root:
-                target.copy_(inputs[root][start : start + step])
+                copy(target, inputs[root][start : start + step])
             else:
-                target.copy_(area[self.rank * step : self.rank * step + target.numel()])
+                copy(target, area[self.rank * step : self.rank * step + target.numel()])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], uneven: bool) -> Rounds:
         """`outputs[i]` becomes `inputs[rank]` of rank i. `uneven`: a first round finds the longest of all."""
@@ -197,24 +207,24 @@ class Staging:
         if uneven:
             areas = self._next(torch.int64)
             areas[self.rank][0] = most
-            yield
+            yield None
             most = max(int(area[0]) for area in areas)
         step = HALF // self.size // 64 * 64
-        outputs[self.rank].copy_(inputs[self.rank])
+        copy(outputs[self.rank], inputs[self.rank])
         for start in range(0, most, step):
             areas = self._next(torch.uint8)
             for peer in self.peers:
                 piece = inputs[peer][start : start + step]
                 areas[self.rank][peer * step : peer * step + piece.numel()].copy_(piece)
-            yield
+            yield None
             for peer in self.peers:
                 target = outputs[peer][start : start + step]
-                target.copy_(areas[peer][self.rank * step : self.rank * step + target.numel()])
+                copy(target, areas[peer][self.rank * step : self.rank * step + target.numel()])
 
     def barrier(self) -> Rounds:
         """Nobody goes on before all have come."""
         self._next(torch.uint8)
-        yield
+        yield None
 
     # The halves
 
@@ -225,6 +235,12 @@ class Staging:
             areas = self._areas[dtype] = (self._map(dtype, 0), self._map(dtype, 1))
         self._half ^= 1
         return areas[self._half]
+
+    def _slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """The slots in which chunks go down the line."""
+        start = control_bytes(self.size) + self.size * 2 * HALF
+        count = LINE // dtype.itemsize
+        return [self._region.tensor(dtype, start + slot * LINE, count) for slot in range(SLOTS)]
 
     def _map(self, dtype: torch.dtype, half: int) -> list[Tensor]:
         start = control_bytes(self.size) + half * HALF
@@ -238,31 +254,31 @@ class Staging:
         """
         aliased = any(_overlap(out, part) for part in parts[2:])
         if not aliased and (len(parts) == 2 or out.nbytes <= CHUNK_SUM):
-            reduce_in_order(op, parts, out)
+            reduce_in_order(op, parts, out, self.size)
             return
         step = CHUNK_SUM // out.element_size()
         scratch = self._scratch.view(out.dtype)
         for start in range(0, out.numel(), step):
             target = out[start : start + step]
             total = scratch[: target.numel()] if aliased else target
-            reduce_in_order(op, [part[start : start + step] for part in parts], total)
+            reduce_in_order(op, [part[start : start + step] for part in parts], total, self.size)
             if aliased:
-                target.copy_(total)
+                copy(target, total)
 
 
-def reduce_in_order(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = ((p0 ∘ p1) ∘ p2) ∘ …; `out` may be p0 or p1, but no later part."""
+def reduce_in_order(op: ReduceOp, parts: Sequence[Tensor], out: Tensor, ranks: int) -> None:
+    """out = ((p0 ∘ p1) ∘ p2) ∘ …; `out` may be p0 or p1, but no later part. A mean is one over `ranks`."""
     kind = _kind(op)
     combine = _COMBINE[kind]
     if len(parts) == 1:
-        out.copy_(parts[0])
+        copy(out, parts[0])
         return
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
-    if kind == ReduceOp.AVG:
+    if kind == ReduceOp.AVG and ranks > 1:
         whole = not (out.is_floating_point() or out.is_complex())  # whole numbers are cut off, as NCCL does
-        out.div_(len(parts), rounding_mode="trunc" if whole else None)
+        out.div_(ranks, rounding_mode="trunc" if whole else None)
 
 
 def check_op(op: ReduceOp) -> None:
@@ -284,11 +300,6 @@ def pieces(tensor: Tensor, step: int) -> Sequence[Tensor]:
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
     kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]  # missing in torch's declarations
     return kind
-
-
-def _around(chunk: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The slice from `start` to `end`, what comes before it and what comes after."""
-    return chunk[start:end], chunk[:start], chunk[end:]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from shoal.world.flags import Flags
+from shoal.world.flags import Flags, Needs
 from shoal.world.shm_ops import Rounds
 
 
@@ -39,6 +39,7 @@ class SharedWork(Work):
         self.name = name
         self.rounds = rounds
         self.started = False
+        self.needs: Needs | None = None
         self.done = False
         self.error: BaseException | None = None
         self._driver = driver
@@ -195,7 +196,7 @@ class Driver:
         work.started = True
         if self._failure is None:
             try:
-                next(work.rounds)
+                work.needs = next(work.rounds)
                 self._flags.publish()
             except StopIteration:
                 work.rounds = iter(())
@@ -206,11 +207,11 @@ class Driver:
         flags, rounds = self._flags, work.rounds
         try:
             if self._failure is None and work.started:
-                flags.wait_all(work.name, patient)
+                flags.wait(work.needs, work.name, patient)
             if self._failure is None:
-                for _ in rounds:
+                for needs in rounds:
                     flags.publish()
-                    flags.wait_all(work.name, patient)
+                    flags.wait(needs, work.name, patient)
         except BaseException as error:
             # The ranks no longer agree which round they are in, so nothing can follow on this group.
             self._failure = error

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from shoal.errors import ConfigError
 from shoal.world.launch import Launch
@@ -89,7 +90,9 @@ class World:
             bind_gloo(launch)
             store = open_store(launch, TIMEOUT)
             name = _backend(backend, where)
-            dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT)
+            dist.init_process_group(
+                name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT
+            )
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
         return World(launch.rank, launch.size, where, hosts, store, dist.group.WORLD)
@@ -99,10 +102,14 @@ class World:
         mine: World | None = None
         for ranks in groups:
             # Groups are made by all workers in the same order, whether they are members or not.
-            group = dist.new_group(list(ranks), backend=_small_backend(self.device)) if len(ranks) > 1 else None
+            group = (
+                dist.new_group(list(ranks), backend=_small_backend(self.device)) if len(ranks) > 1 else None
+            )
             if self.rank in ranks:
                 hosts = [self.hosts[rank] for rank in ranks]
-                mine = World(ranks.index(self.rank), len(ranks), self.device, hosts, self.store, group, self.traffic)
+                mine = World(
+                    ranks.index(self.rank), len(ranks), self.device, hosts, self.store, group, self.traffic
+                )
         assert mine is not None, "every rank must be in one group"
         return mine
 
@@ -121,7 +128,7 @@ class World:
         if self.size == 1:
             return DONE
         self.traffic.bytes_sent += 2 * self.share_of(tensor)
-        return self._group.allreduce([tensor])
+        return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
@@ -130,7 +137,7 @@ class World:
                 out.copy_(tensor)
             return DONE
         self.traffic.bytes_sent += self.share_of(tensor)
-        return self._group._reduce_scatter_base(out, tensor, dist.ReduceScatterOptions())
+        return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
         """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
@@ -139,7 +146,7 @@ class World:
                 out.copy_(part)
             return DONE
         self.traffic.bytes_sent += self.share_of(out)
-        return self._group._allgather_base(out, part, dist.AllgatherOptions())
+        return self._group._allgather_base(out, part, c10d.AllgatherOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
         """Everybody gets rank `source`'s tensor."""
@@ -147,7 +154,7 @@ class World:
             return DONE
         if self.rank == source:
             self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
-        options = dist.BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._group.broadcast([tensor], options)
 

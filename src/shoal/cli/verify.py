@@ -1,0 +1,127 @@
+"""`shoal verify`: does a strategy compute what one process computes, on the user's own script?
+
+The script runs twice, in float64 so that rounding cannot hide a mistake: once in one process that computes the
+same micro-batches one after the other, once under the strategy. Each run writes down the loss, the mean gradient and
+the new parameters of every step, and the two are compared number by number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.run import default_workers, overrides
+from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.errors import ConfigError, VerifyFailed
+
+_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+
+
+def verify(
+    script: Annotated[str, typer.Argument(help="The Python file to verify.", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)] = None,
+    strategy: Annotated[str, typer.Option(help='What to verify, such as "zero2"; default: what the script says.')] = "",
+    workers: Annotated[int | None, typer.Option(help="Workers under the strategy (2).")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+    precision: Annotated[str, typer.Option(help="fp64 shows mistakes apart from rounding.")] = "fp64",
+    tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
+) -> None:
+    """Run a script in one process and under a strategy, and name the first number that differs.
+
+    \b
+    shoal verify train.py --strategy zero2 --workers 4
+    """
+    count = default_workers() if workers is None else workers
+    if precision not in _TOLERANCE:
+        raise ConfigError(f"--precision {precision}: it is one of {', '.join(_TOLERANCE)}.")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: compare at least 1 step.")
+    allowed = _TOLERANCE[precision] if tolerance is None else tolerance
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
+        settings = overrides(strategy, str(steps), [f"precision={precision}"])
+        many = _job(script, args, count, settings, Path(folder) / "many", stands_for=1)
+        one = _job(script, args, 1, {**settings, "strategy": "solo"}, Path(folder) / "one", stands_for=count)
+        check(many)
+        with forkable_imports(many):
+            from shoal.plan.check import check_text
+
+            if strategy:
+                check_text(strategy, count)
+        for job, label in ((one, "one process"), (many, f"{strategy or 'the script'} with {count} workers")):
+            print(f"running {steps} steps: {label} ...", file=sys.stderr, flush=True)
+            run_job(job)
+        label = f"{strategy or 'the script'} with {count} workers"
+        print(_verdict(Path(folder), label, precision, allowed))
+
+
+def _job(
+    script: str,
+    args: list[str] | None,
+    workers: int,
+    settings: dict[str, int | float | bool | str],
+    folder: Path,
+    stands_for: int,
+) -> Job:
+    folder.mkdir()
+    environment = {"SHOAL_RECORD": str(folder), "SHOAL_STANDS_FOR": str(stands_for)}
+    return Job(script, tuple(args or ()), workers, settings, output="none", environment=environment)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two numbers, or the largest of two tensors of numbers, are apart."""
+
+    step: int
+    what: str
+    absolute: float
+    relative: float
+
+
+def _verdict(folder: Path, label: str, precision: str, allowed: float) -> str:
+    worst, steps = Difference(0, "nothing", 0.0, 0.0), 0
+    for difference in compare(folder / "one", folder / "many"):
+        steps = max(steps, difference.step)
+        if not difference.relative <= allowed:
+            raise VerifyFailed(
+                f"DIFFERS: {label} does not equal one process: first at step {difference.step}, {difference.what}, "
+                f"by {difference.absolute:.3g} ({difference.relative:.3g} relative; {allowed:g} allowed in {precision})."
+            )
+        worst = max(worst, difference, key=lambda d: d.relative)
+    if steps == 0:
+        raise VerifyFailed("nothing to compare: the script made no step; does it loop over run.steps(...)?")
+    return (
+        f"EQUAL: {label} computes what one process computes: {steps} steps in {precision}, losses, gradients and "
+        f"parameters; largest difference {worst.relative:.1e} relative ({worst.what}, step {worst.step})."
+    )
+
+
+def compare(one: Path, many: Path) -> Iterator[Difference]:
+    """Every loss, gradient and parameter of two recorded runs, in the order they were computed."""
+    from safetensors.torch import load_file
+
+    step = 0
+    while (one / f"{step}.loss.json").exists() or (many / f"{step}.loss.json").exists():
+        for folder in (one, many):
+            if not (folder / f"{step}.parameters.safetensors").exists():
+                raise VerifyFailed(f"DIFFERS: only one of the two runs made step {step + 1}.")
+        a, b = (json.loads((folder / f"{step}.loss.json").read_text()) for folder in (one, many))
+        yield Difference(step + 1, "the loss", abs(a - b), abs(a - b) / max(abs(a), 1e-12))
+        for kind in ("gradients", "parameters"):
+            left, right = (load_file(folder / f"{step}.{kind}.safetensors") for folder in (one, many))
+            # Numbers far below the largest of their kind are the rest of a cancellation: rounding is all they hold.
+            floor = 1e-6 * max((float(t.abs().max()) for t in left.values() if t.numel()), default=1.0) + 1e-30
+            for name in sorted(left.keys() | right.keys()):
+                what = f"{kind.removesuffix('s')} of '{name}'"
+                if name not in left or name not in right:
+                    yield Difference(step + 1, f"{what} is missing in one run", float("inf"), float("inf"))
+                elif left[name].numel():
+                    gap = float((left[name] - right[name]).abs().max())
+                    yield Difference(step + 1, what, gap, gap / max(float(left[name].abs().max()), floor))
+        step += 1
