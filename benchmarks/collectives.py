@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/collectives.py [--workers 2 4]
 
 Prints the median time of each size and the ratio gloo / shoal; ends with code 1 if a goal is missed. The
-goals: an all-reduce of 16 MB and 100 MB is 2.5 times as fast as gloo with 2 workers and 3 times with 4, and no
-size from 1 KB up is slower. Shoal and gloo take turns several times per size, so load from elsewhere meets both.
+goals: an all-reduce of 16 MB and 100 MB is 2.5 times as fast as gloo with 2 workers and 3 times with 4, and
+no size from 1 KB up is slower. Shoal and gloo take turns several times per size, so load from elsewhere meets
+both.
 """
 
 from __future__ import annotations

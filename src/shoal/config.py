@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from shoal.errors import ConfigError
 from shoal.table import did_you_mean
-from shoal.types import Call, Plan, Value
+from shoal.types import Call, Plan, Value, show
 
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z0-9_.\-/:]+)|(?P<sign>[*+(),=]))")
 _DEGREE = re.compile(r"(tp|pp)(\d+)$")
@@ -126,12 +126,31 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(call: Call, key: str, value: Value, hint: Any) -> Value:
-    wanted = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
-    if type(value) in wanted:
+    try:
+        converted = as_type(value, hint)
+    except TypeError as error:
+        raise ConfigError(f"{call.name}: {key}={value} should be {error}.") from None
+    assert converted is not None
+    return converted
+
+
+def as_type(value: Value, hint: Any) -> Value | None:
+    """A parsed value as a field of the given type has it; TypeError says what it should be.
+
+    >>> as_type(1, float | None), as_type("none", float | None), as_type(7, str)
+    (1.0, None, '7')
+    """
+    wanted = get_args(hint) or (hint,)
+    if type(value) in wanted and value != "none":
         return value
+    if value == "none" and type(None) in wanted:
+        return None
     if float in wanted and type(value) is int:
         return float(value)
-    raise ConfigError(f"{call.name}: {key}={value} should be {' or '.join(t.__name__ for t in wanted)}.")
+    if str in wanted:
+        return show(value)
+    known = [t.__name__ for t in wanted if t in (int, float, bool)]
+    raise TypeError(" or ".join(known))
 
 
 class _Reader:

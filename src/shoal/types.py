@@ -29,12 +29,15 @@ class Call:
     options: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        inside = [_show(a) for a in self.args] + [f"{key}={_show(value)}" for key, value in self.options]
+        inside = [show(a) for a in self.args] + [f"{key}={show(value)}" for key, value in self.options]
         return f"{self.name}({', '.join(inside)})" if inside else self.name
 
 
-def _show(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def show(value: Value) -> str:
+    """A value as the grammar writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace("e+", "e") if isinstance(value, float) else str(value)  # "+" means something else
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     step-300/model.safetensors        every parameter and buffer, by name
     step-300/optimizer.safetensors    every optimizer tensor, as "<key>/<parameter name>"
-    step-300/state.json               step, loss scale, schedule
+    step-300/state.json               step, loss scale, learning rate
     latest                            the name of the newest folder
 
 A folder is written under a temporary name, flushed to disk and renamed; `latest` moves last. So whatever moment
@@ -48,7 +48,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if value.numel() and key in seen:
             continue
         seen.add(key)
-        found[name] = value.detach().cpu().clone()
+        found[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return found
 
 
@@ -70,7 +70,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: st
 def write(root: Path, name: str, snapshot: Snapshot) -> Path:
     """Write a checkpoint and make it the latest; returns its folder."""
     root.mkdir(parents=True, exist_ok=True)
-    final, temporary = root / name, root / f".{name}.{os.getpid()}"
+    final, temporary, old = root / name, root / f".{name}.new", root / _old(name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     flat = {f"{key}/{n}": value.cpu() for n, entries in snapshot.optimizer.items() for key, value in entries.items()}
@@ -79,10 +79,12 @@ def write(root: Path, name: str, snapshot: Snapshot) -> Path:
     (temporary / "state.json").write_text(json.dumps(dict(snapshot.state), indent=1))
     for file in temporary.iterdir():
         _flush(file)
-    if final.exists():  # saving the same step again, as after a rewind: the new one takes its place
-        shutil.rmtree(final)
+    if final.exists():  # the same name again: until the new one is in its place, `read_latest` finds the old
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)
     os.rename(temporary, final)
     _flush(root)
+    shutil.rmtree(old, ignore_errors=True)
     pointer = root / f".{LATEST}.{os.getpid()}"
     pointer.write_text(name)
     _flush(pointer)
@@ -96,7 +98,12 @@ def read_latest(root: Path) -> tuple[str, Snapshot] | None:
     pointer = root / LATEST
     if not pointer.exists():
         return None
-    folder = root / pointer.read_text().strip()
+    name = pointer.read_text().strip()
+    folder = root / name
+    if not folder.exists() and (root / _old(name)).exists():  # died while replacing it
+        folder = root / _old(name)
+    if not folder.exists():
+        raise ConfigError(f"{pointer} names '{name}', which is not there; write another name into it or remove it.")
     flat = load_file(folder / "optimizer.safetensors")
     optimizer: dict[str, dict[str, torch.Tensor]] = {}
     for path, value in flat.items():
@@ -104,6 +111,10 @@ def read_latest(root: Path) -> tuple[str, Snapshot] | None:
         optimizer.setdefault(name, {})[key] = value
     model = load_file(folder / "model.safetensors")
     return str(folder), Snapshot(model, optimizer, json.loads((folder / "state.json").read_text()))
+
+
+def _old(name: str) -> str:
+    return f".{name}.old"
 
 
 def _flush(path: Path) -> None:

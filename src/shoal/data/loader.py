@@ -2,7 +2,8 @@
 
 A step's global batch is cut into workers × accumulate contiguous micro-batches, as equal as can be; each worker
 takes `accumulate` neighbours. So the micro-batches of a step, and with them dropout streams, depend only on
-that product: one worker with accumulate=4 computes what four workers with accumulate=1 do.
+that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a data set draws
+from torch's generator (augmentation) is keyed by step and micro-batch too, in loader processes as without them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shoal import seeds
 from shoal.data.batch import Batch, Collate
 from shoal.data.order import GlobalOrder, Ids, split
 from shoal.data.source import Source, check_source, fetch
@@ -63,7 +65,7 @@ class Loader:
 
     def __init__(self, feed: Feed) -> None:
         check_source(feed.data, feed.global_batch)
-        self._feed = feed
+        self.feed = feed
         self._count = len(feed.data)
         self._order = GlobalOrder(self._count, feed.seed, feed.shuffle)
         self.steps_per_epoch = -(-self._count // feed.global_batch)
@@ -76,20 +78,25 @@ class Loader:
         epoch, inside = divmod(step, self.steps_per_epoch)
         start, stop = self._span(inside)
         ids = self._micro_ids(epoch, start, stop)
-        if self._feed.workers:
+        if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
-            batches = tuple(fetch(self._feed.data, i, self._feed.collate) if len(i) else None for i in ids)
-        return Portion(epoch, stop - start, batches, self._feed.rank * self._feed.accumulate)
+            first, prepare = self.first, _Fetcher(self.feed)
+            batches = tuple(prepare[step, first + i, some] if len(some) else None for i, some in enumerate(ids))
+        return Portion(epoch, stop - start, batches, self.first)
+
+    @property
+    def first(self) -> int:
+        """The number of this worker's first micro-batch among all of a step."""
+        return self.feed.rank * self.feed.accumulate
 
     def _span(self, inside: int) -> tuple[int, int]:
-        start = inside * self._feed.global_batch
-        return start, min(start + self._feed.global_batch, self._count)
+        start = inside * self.feed.global_batch
+        return start, min(start + self.feed.global_batch, self._count)
 
     def _micro_ids(self, epoch: int, start: int, stop: int) -> list[Ids]:
-        total = self._feed.size * self._feed.accumulate
-        first = self._feed.rank * self._feed.accumulate
-        cuts = [split(stop - start, total, first + i) for i in range(self._feed.accumulate)]
+        total = self.feed.size * self.feed.accumulate
+        cuts = [split(stop - start, total, self.first + i) for i in range(self.feed.accumulate)]
         low, high = start + cuts[0][0], start + cuts[-1][1]
         mine = self._ids(epoch, low, high)
         return [mine[start + a - low : start + b - low] for a, b in cuts]
@@ -111,30 +118,37 @@ class Loader:
     def _work_ahead(self, step: int) -> Iterator[Batch]:
         return iter(
             DataLoader(
-                _Fetcher(self._feed.data, self._feed.collate),
+                _Fetcher(self.feed),
                 batch_size=None,
                 sampler=_ids_from(self, step),
-                num_workers=self._feed.workers,
+                num_workers=self.feed.workers,
                 prefetch_factor=2,
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
-                generator=torch.Generator().manual_seed(self._feed.seed),
+                generator=torch.Generator().manual_seed(self.feed.seed),
             )
         )
 
 
-def _ids_from(loader: Loader, step: int) -> Iterator[Ids]:
+Wanted = tuple[int, int, Ids]
+"""A step, the number of a micro-batch in it, and its samples."""
+
+
+def _ids_from(loader: Loader, step: int) -> Iterator[Wanted]:
     """The micro-batches of this worker from a step on, for ever."""
     while True:
         epoch, inside = divmod(step, loader.steps_per_epoch)
-        yield from (ids for ids in loader._micro_ids(epoch, *loader._span(inside)) if len(ids))
+        ids = loader._micro_ids(epoch, *loader._span(inside))
+        yield from ((step, loader.first + i, some) for i, some in enumerate(ids) if len(some))
         step += 1
 
 
 class _Fetcher(Dataset[Batch]):
-    """Runs in the loader's processes: a list of ids in, a batch out."""
+    """Runs where batches are prepared: ids in, a batch out."""
 
-    def __init__(self, data: Source, collate: Collate | None) -> None:
-        self._data, self._collate = data, collate
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
 
-    def __getitem__(self, ids: Ids) -> Batch:
-        return fetch(self._data, ids, self._collate)
+    def __getitem__(self, wanted: Wanted) -> Batch:
+        step, number, ids = wanted
+        seeds.set_stream(self._feed.seed, "data", step, number)
+        return fetch(self._feed.data, ids, self._feed.collate)

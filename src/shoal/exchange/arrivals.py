@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
 from shoal.world.buckets import Bucket
@@ -44,9 +46,24 @@ class Arrivals:
         self._handles: list[Handle] = []
         self._next = 0
         self._reduce = False
-        for bucket in buckets:
-            for slot, place in enumerate(bucket.places):
-                self._watch(bucket, slot, place.name)
+        self._listener: dict[str, None] | None = None
+        self._hooks = [
+            self._watch(bucket, slot, place.name) for bucket in buckets for slot, place in enumerate(bucket.places)
+        ]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def only_listening(self, names: dict[str, None]) -> Iterator[None]:
+        """Write down who arrives, in order, and drop what they bring."""
+        self._listener = names
+        try:
+            yield
+        finally:
+            self._listener = None
 
     def used_name(self, name: str) -> bool:
         return self.used[self._index[name]]
@@ -77,12 +94,15 @@ class Arrivals:
             self._carrier.settle()
         self._handles = []
 
-    def _watch(self, bucket: Bucket, slot: int, name: str) -> None:
+    def _watch(self, bucket: Bucket, slot: int, name: str) -> RemovableHandle:
         index = self._index[name]
 
         def arrived(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             parameter.grad = None
+            if self._listener is not None:
+                self._listener[name] = None
+                return
             if gradient is None:
                 return
             if self._reduce and bucket.index < self._next:
@@ -103,7 +123,7 @@ class Arrivals:
             while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._send(self._buckets[self._next])
 
-        self._parameters[name].register_post_accumulate_grad_hook(arrived)
+        return self._parameters[name].register_post_accumulate_grad_hook(arrived)
 
     def _slots(self, bucket: Bucket) -> list[torch.Tensor]:
         """Views of the bucket's current vector, one per parameter."""

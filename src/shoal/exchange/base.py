@@ -17,7 +17,7 @@ true global count. What an exchange holds it can also give whole, by parameter n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,6 +72,13 @@ class Exchange(ABC):
     Options: ClassVar[type]
     optimizer: torch.optim.Optimizer
     """The optimizer as it really runs, on whole parameters or on pieces; schedulers act on its groups."""
+
+    order: Sequence[str]
+    """The order in which parameters are laid out; part of a checkpoint, because sums round by it."""
+
+    @abstractmethod
+    def lay_out_again(self, order: list[str]) -> None:
+        """Take over an order from a checkpoint, before its optimizer state."""
 
     @abstractmethod
     def begin(self) -> None: ...

@@ -25,12 +25,11 @@ class Ddp(FlatExchange):
 
     def __init__(self, setup: Setup, options: BucketOptions) -> None:
         super().__init__(setup, options, owners=setup.world)
-        device = setup.world.device
-        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
-        # A ring all-reduce sums in an order of its own; reduce-scatter and all-gather sum in rank order.
-        self._sums = SliceSums(self.buckets, self.owners.size, device) if setup.deterministic else None
 
-    def _parameter_vectors(self) -> list[torch.Tensor]:
+    def allocate(self) -> list[torch.Tensor]:
+        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        # A ring all-reduce sums in an order of its own; reduce-scatter and all-gather sum in rank order.
+        self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.deterministic else None
         return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:

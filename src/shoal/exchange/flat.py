@@ -28,7 +28,13 @@ import torch
 
 from shoal.exchange.arrivals import Arrivals
 from shoal.exchange.base import BucketOptions, Exchange, Setup, State, Tally, detached, sum_of_squares, trainable
-from shoal.exchange.optimizer import make_optimizer, move_optimizer, refuse_unless_elementwise, step_scaled
+from shoal.exchange.optimizer import (
+    make_optimizer,
+    move_optimizer,
+    names_in_groups,
+    refuse_unless_elementwise,
+    step_scaled,
+)
 from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.world.buckets import Bucket, Piece, lay_out, pieces_of, slice_of
 from shoal.world.world import Handle, World
@@ -47,36 +53,63 @@ class FlatExchange(Exchange):
         self.world = setup.world
         self.owners = owners
         """The workers among which every bucket is cut into slices."""
-        self.parameters = trainable(setup.model)
-        names = list(reversed(self.parameters))  # the last layer's gradients are ready first
-        sizes = [(n, self.parameters[n].numel(), self.parameters[n].dtype) for n in names]
-        capacity = int(options.bucket_mb * 2**20)
-        self.buckets: tuple[Bucket, ...] = lay_out(sizes, owners.size, capacity) if sizes else ()
-        self.ranges = [
-            (0, b.size) if self.whole_updates else slice_of(b, owners.size, owners.rank) for b in self.buckets
-        ]
         self.each = self.reduces_each_micro_batch or (setup.deterministic and setup.accumulate > 1)
+        self.deterministic = setup.deterministic
+        self.parameters = trainable(setup.model)
+        self._capacity = int(options.bucket_mb * 2**20)
         made = make_optimizer(setup.make_optimizer, self.parameters)
         if not self.whole_updates:
             refuse_unless_elementwise(made, type(self).__name__.lower())
-        self.vectors = self._parameter_vectors()
+        self._groups = names_in_groups(made, self.parameters)
+        self.order = list(reversed(self.parameters))
+        """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
+        self._order_is_known = False
+        self._lay_out()
+        self.optimizer = move_optimizer(made, self._groups, self._targets())
+
+    def _lay_out(self) -> None:
+        """Put parameters into buckets by `self.order`, and watch for their gradients."""
+        sizes = [(n, self.parameters[n].numel(), self.parameters[n].dtype) for n in self.order]
+        self.buckets: tuple[Bucket, ...] = lay_out(sizes, self.owners.size, self._capacity)
+        self.ranges = [
+            (0, b.size) if self.whole_updates else slice_of(b, self.owners.size, self.owners.rank)
+            for b in self.buckets
+        ]
+        self.vectors = self.allocate()
         self._adopt_parameters()
         self.pieces: list[tuple[Piece, torch.Tensor]] = [
             (piece, self._target(piece))
             for bucket, (start, stop) in zip(self.buckets, self.ranges, strict=True)
             for piece in pieces_of(bucket, start, stop)
         ]
-        targets: dict[int, list[torch.Tensor]] = {}
-        for piece, target in self.pieces:
-            targets.setdefault(id(self.parameters[piece.name]), []).append(target)
-        self.optimizer = move_optimizer(made, targets)
         self._arrivals = Arrivals(self.parameters, self.buckets, self)
+
+    def lay_out_again(self, order: list[str]) -> None:
+        """Move everything to buckets filled in another order. Every rank calls it with the same one."""
+        self._order_is_known = True
+        if order == self.order:
+            return
+        state = self.optimizer_state() if self.optimizer.state else {}
+        self._arrivals.close()
+        self.order = order
+        self._lay_out()
+        targets = self._targets()
+        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [t for name in names for t in targets.get(name, ())]
+        self.optimizer.state.clear()
+        self.load_optimizer_state(state)
+
+    def _targets(self) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for piece, target in self.pieces:
+            found.setdefault(piece.name, []).append(target)
+        return found
 
     # What each exchange says for itself.
 
     @abstractmethod
-    def _parameter_vectors(self) -> list[torch.Tensor]:
-        """One vector per bucket that the parameters will be views of."""
+    def allocate(self) -> list[torch.Tensor]:
+        """Make what `self.buckets` needs; returns one vector per bucket that the parameters will be views of."""
 
     @abstractmethod
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
@@ -103,10 +136,21 @@ class FlatExchange(Exchange):
         self._arrivals.open_step()
 
     def backward(self, loss: torch.Tensor | None, last: bool) -> None:
+        if not self._order_is_known:
+            self._learn_order(loss)
         self._arrivals.open_micro_batch(reduce=last or self.each)
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         self._arrivals.close_micro_batch()
+
+    def _learn_order(self, loss: torch.Tensor | None) -> None:
+        """Before the first backward pass: run it once only to see in which order gradients become ready."""
+        seen: dict[str, None] = {}
+        with self._arrivals.only_listening(seen):
+            if loss is not None:
+                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        order = [*seen, *(name for name in self.order if name not in seen)]
+        self.lay_out_again(self.world.gather_values(order)[0])
 
     def finish(self, tally: Tally) -> Tally:
         used = [float(flag) for flag in self._arrivals.used]

@@ -48,6 +48,14 @@ def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) 
     return made
 
 
+def names_in_groups(
+    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> list[list[str]]:
+    """Which parameters the user's factory put into each group."""
+    name_of = {id(p): name for name, p in parameters.items()}
+    return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def refuse_unless_elementwise(optimizer: optim.Optimizer, exchange: str) -> None:
     """Exchanges that cut parameters call this."""
     if type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "elementwise", False):
@@ -60,12 +68,14 @@ def refuse_unless_elementwise(optimizer: optim.Optimizer, exchange: str) -> None
 
 
 def move_optimizer(
-    optimizer: optim.Optimizer, tensors: Mapping[int, Sequence[torch.Tensor]]
+    optimizer: optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    tensors: Mapping[str, Sequence[torch.Tensor]],
 ) -> optim.Optimizer:
-    """The same optimizer over other tensors: `tensors` has, by id of a parameter, what stands in its place."""
+    """The same optimizer over other tensors: for each parameter named in a group, what stands in its place."""
     groups = [
-        {**group, "params": [t for p in group["params"] for t in tensors.get(id(p), ())]}
-        for group in optimizer.param_groups
+        {**group, "params": [t for name in here for t in tensors.get(name, ())]}
+        for group, here in zip(optimizer.param_groups, names, strict=True)
     ]
     for group in groups:
         group.pop("param_names", None)

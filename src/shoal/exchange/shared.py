@@ -36,9 +36,9 @@ class Shared(FlatExchange):
         hosts = _ranks_by_host(setup.world)
         self._across = setup.world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
         super().__init__(setup, options, owners=setup.world.cut(hosts))
-        self._sums = SliceSums(self.buckets, self.owners.size, setup.world.device) if self.each else None
 
-    def _parameter_vectors(self) -> list[torch.Tensor]:
+    def allocate(self) -> list[torch.Tensor]:
+        self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.each else None
         parameters = self._vectors("parameters")
         self._theirs = [self._vectors(f"gradients{rank}") for rank in range(self.owners.size)]
         self._gradients = self._theirs[self.owners.rank]
@@ -82,7 +82,7 @@ class Shared(FlatExchange):
             return [torch.zeros(b.size, dtype=b.dtype) for b in self.buckets]
         group, store = self.owners.group, self.world.store
         assert store is not None
-        if not isinstance(group, SharedMemoryGroup) or group.kind != "shm":
+        if not isinstance(group, SharedMemoryGroup):
             raise SharedMemoryUnavailable("this host's workers have no shared memory")
         host = self.world.hosts.index(self.world.hosts[self.world.rank])
         turn = store.add(f"shoal/shared/{self.world.rank}", 1)  # the same on all ranks: they come here equally often

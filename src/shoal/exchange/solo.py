@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from shoal.exchange.base import Exchange, NoOptions, Setup, State, Tally, detached, sum_of_squares, trainable
-from shoal.exchange.optimizer import make_optimizer, move_optimizer, step_scaled
+from shoal.exchange.optimizer import make_optimizer, move_optimizer, names_in_groups, step_scaled
 from shoal.types import Memory, Promise
 
 
@@ -22,10 +22,16 @@ class Solo(Exchange):
         del options
         self._parameters = trainable(setup.model)
         made = make_optimizer(setup.make_optimizer, self._parameters)
-        self.optimizer = move_optimizer(made, {id(p): [p] for p in self._parameters.values()})
+        groups = names_in_groups(made, self._parameters)
+        self.optimizer = move_optimizer(made, groups, {name: [p] for name, p in self._parameters.items()})
+
+    order: tuple[str, ...] = ()
 
     def begin(self) -> None:
         pass
+
+    def lay_out_again(self, order: list[str]) -> None:
+        del order  # nothing is laid out: every tensor is where torch put it
 
     def backward(self, loss: torch.Tensor | None, last: bool) -> None:
         del last

@@ -24,11 +24,10 @@ class Zero1(FlatExchange):
 
     def __init__(self, setup: Setup, options: BucketOptions) -> None:
         super().__init__(setup, options, owners=setup.world)
-        device = setup.world.device
-        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
-        self._sums = SliceSums(self.buckets, self.owners.size, device) if self.each else None
 
-    def _parameter_vectors(self) -> list[torch.Tensor]:
+    def allocate(self) -> list[torch.Tensor]:
+        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.each else None
         return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:

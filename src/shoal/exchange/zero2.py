@@ -32,11 +32,11 @@ class Zero2(FlatExchange):
 
     def __init__(self, setup: Setup, options: BucketOptions) -> None:
         super().__init__(setup, options, owners=setup.world)
-        self._sums = SliceSums(self.buckets, self.owners.size, setup.world.device)
+
+    def allocate(self) -> list[torch.Tensor]:
+        self._sums = SliceSums(self.buckets, self.owners.size, self.world.device)
         self._free: list[torch.Tensor] = []
         self._busy: deque[tuple[Handle, torch.Tensor]] = deque()
-
-    def _parameter_vectors(self) -> list[torch.Tensor]:
         return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:

@@ -29,8 +29,8 @@ def check_text(text: str, workers: int) -> Plan:
     options = fill_options(plan.exchange, chosen.Options)
     if plan.compressor is not None:
         fill_options(plan.compressor, compress.TABLE.look_up(plan.compressor.name))
-    if getattr(options, "bucket_mb", 1.0) <= 0:
-        raise ConfigError(f"{plan.exchange}: bucket_mb must be above 0; 16 is a good size.")
+    if not 0 < getattr(options, "bucket_mb", 1.0) < float("inf"):
+        raise ConfigError(f"{plan.exchange}: bucket_mb must be a size above 0; 16 is a good one.")
     for rule in RULES:
         objection = rule(plan, workers)
         if objection is not None:

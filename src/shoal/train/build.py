@@ -29,6 +29,8 @@ from shoal.world.world import World
 
 MakeModel = Callable[[], nn.Module]
 
+_MODEL = "give an nn.Module or a function of no arguments that returns one."
+
 
 @dataclass(frozen=True)
 class Order:
@@ -56,6 +58,7 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(order.strategy, world.size)
     chosen = precision.TABLE.look_up(order.precision)
+    _check_kinds(order)
     _check_numbers(order, world)
     if order.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -97,6 +100,21 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     return plan, parts
 
 
+def _check_kinds(order: Order) -> None:
+    if not isinstance(order.model, nn.Module) and not callable(order.model):
+        raise ConfigError(f"model= is a {type(order.model).__name__}; {_MODEL}")
+    if not callable(order.optimizer):
+        raise ConfigError(
+            f"optimizer= is a {type(order.optimizer).__name__}; give a function of the parameters that returns a "
+            "torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)."
+        )
+    if not callable(order.loss):
+        raise ConfigError(f"loss= is a {type(order.loss).__name__}; give a function (output, batch) -> (sum, count).")
+    for name, given in (("inputs", order.inputs), ("collate", order.collate)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
+
+
 def _check_numbers(order: Order, world: World) -> None:
     if order.on_nan not in ("stop", "skip"):
         raise ConfigError(f"on_nan='{order.on_nan}'; it is 'stop' or 'skip'.")
@@ -118,17 +136,16 @@ def _make_model(order: Order, dtype: torch.dtype | None) -> nn.Module:
     else:
         model = seeds.build_by_name(given, order.seed)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model= made a {type(model).__name__}; give an nn.Module or a function of no arguments that returns one."
-        )
+        raise ConfigError(f"model= made a {type(model).__name__}; {_MODEL}")
     return model.train() if dtype is None else model.to(dtype).train()
 
 
 def _agree_on_model(model: nn.Module, world: World) -> None:
-    """All ranks must have the same parameters; then all take rank 0's values."""
+    """All ranks must have the same parameters and buffers; then all take rank 0's values."""
     if world.size == 1:
         return
     mine = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    mine += [[n, list(b.shape), str(b.dtype), True] for n, b in model.named_buffers()]
     everyone = world.gather_values(mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shoal.data.batch import Batch, convert
-from shoal.data.loader import Feed, Loader
-from shoal.data.source import Source
+from shoal.data.loader import Loader
+from shoal.data.source import Source, check_source
 from shoal.train.loss import as_sum_and_count
 from shoal.train.step import Parts
 from shoal.types import Evaluation
@@ -21,8 +23,11 @@ Metric = Callable[[Any, Batch], Any]
 def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
     """Every rank calls it and gets the same answer."""
     world, model = parts.world, parts.model
-    batch = min(batch, len(data))
-    loader = Loader(Feed(data, batch, world.rank, world.size, shuffle=False))
+    check_source(data, 1)
+    feed = dataclasses.replace(
+        parts.loader.feed, data=data, global_batch=min(batch, len(data)), accumulate=1, shuffle=False, workers=0
+    )
+    loader = Loader(feed)
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)
     was_training = model.training
@@ -39,7 +44,10 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
     finally:
         model.train(was_training)
     world.all_reduce(sums).wait()
-    means = {name: total / count for name, (total, count) in zip(measures, sums.tolist(), strict=True)}
+    means = {
+        name: total / count if count else math.nan
+        for name, (total, count) in zip(measures, sums.tolist(), strict=True)
+    }
     return Evaluation(means.pop("loss"), float(sums[0, 1]), means)
 
 

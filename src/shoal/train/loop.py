@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import plain
 from shoal.errors import ConfigError
 from shoal.report.console import Console
 from shoal.report.events import EventLog
-from shoal.train.schedule import MakeScheduler, make_scheduler
+from shoal.train.schedule import MakeScheduler, advance, make_scheduler, restore_schedule, schedule_state
 from shoal.train.step import Parts, run_step
 from shoal.types import StepReport
 
@@ -26,6 +26,12 @@ class Progress:
 
     step: int = 0
     schedule: Mapping[str, Any] | None = None
+    """Where the learning rate stood when the scheduler below took over."""
+    scheduler: LRScheduler | None = None
+
+    def schedule_now(self) -> Mapping[str, Any] | None:
+        """Where the learning rate stands."""
+        return self.schedule if self.scheduler is None else schedule_state(self.scheduler)
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Loop:
     def steps(self, total: int, progress: Progress) -> Iterator[StepReport]:
         """Train up to step `total`, yielding a report after each step; goes on from `progress`."""
         parts = self.parts
-        scheduler = make_scheduler(self.schedule, parts.exchange.optimizer, total)
+        progress.schedule = progress.schedule_now()
+        scheduler = progress.scheduler = make_scheduler(self.schedule, parts.exchange.optimizer, total)
         if scheduler is not None and progress.schedule is not None:
-            scheduler.load_state_dict(dict(progress.schedule))
+            restore_schedule(scheduler, progress.schedule)
         first = parts.world.rank == 0
         title = str(self.header["strategy"])
         console = Console(total, title) if first and self.progress_bar else None
@@ -55,8 +62,7 @@ class Loop:
                 report = run_step(parts, progress.step)
                 progress.step += 1
                 if scheduler is not None and not report.skipped:
-                    _advance(scheduler, report.loss)
-                    progress.schedule = _plain_state(scheduler)
+                    advance(scheduler, report.loss)
                 if console is not None:
                     console.update(report)
                 if events is not None:
@@ -80,29 +86,52 @@ class Loop:
         if parts.world.rank == 0:
             state = {
                 "step": progress.step,
-                "scale": parts.scale.value,
+                "optimizer": type(parts.exchange.optimizer).__name__,
+                "scale": parts.scale.value if parts.scale.dynamic else None,
                 "good_steps": parts.scale.good_steps,
                 "usual_count": parts.usual_count,
-                "schedule": progress.schedule,
+                "schedule": progress.schedule_now(),
+                "order": list(parts.exchange.order),
             }
             plain.write(root, name, plain.Snapshot(plain.model_tensors(parts.model), optimizer, state))
         parts.world.barrier()
 
     def resume(self) -> Progress:
         """Load the latest checkpoint, if there is one."""
-        found = plain.read_latest(self.checkpoint) if self.checkpoint is not None else None
+        if self.checkpoint is None:
+            return Progress()
+        found = plain.read_latest(self.checkpoint)
+        self._agree_on_checkpoint(found[1].state["step"] if found is not None else None)
         if found is None:
             return Progress()
         source, snapshot = found
-        parts = self.parts
+        parts, state = self.parts, snapshot.state
         with torch.no_grad():
             plain.load_model(parts.model, snapshot.model, source)
+        mine = type(parts.exchange.optimizer).__name__
+        if state["optimizer"] != mine:
+            raise ConfigError(
+                f"the checkpoint {source} was written with {state['optimizer']}, and optimizer= now makes {mine}; "
+                "use the same optimizer, or another checkpoint folder."
+            )
+        if set(state["order"]) == set(parts.exchange.order):
+            parts.exchange.lay_out_again(state["order"])
         parts.exchange.load_optimizer_state(snapshot.optimizer)
-        state = snapshot.state
-        parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
+        if parts.scale.dynamic and state["scale"] is not None:
+            parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
         parts.usual_count = state["usual_count"]
         parts.world.barrier()
         return Progress(state["step"], state["schedule"])
+
+    def _agree_on_checkpoint(self, step: int | None) -> None:
+        """Ranks that begin at different steps would wait for each other for ever. Nobody leaves before all have read."""
+        steps = self.parts.world.gather_values(step)
+        for rank, theirs in enumerate(steps):
+            if theirs != steps[0]:
+                raise ConfigError(
+                    f"rank 0 finds {_at(steps[0])} in {self.checkpoint} and rank {rank} finds {_at(theirs)}; "
+                    "the checkpoint folder must be one that all hosts see."
+                )
 
     def _due(self, step: int, total: int) -> bool:
         if self.checkpoint is None or self.checkpoint_every is None:
@@ -116,27 +145,13 @@ def count_steps(text: int | str, steps_per_epoch: int) -> int:
     >>> count_steps("2ep", steps_per_epoch=50), count_steps(7, steps_per_epoch=50)
     (100, 7)
     """
-    if isinstance(text, int) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep)?", str(text))
+    match = re.fullmatch(r"(?:(\d+)|(\d+(?:\.\d+)?)ep)", str(text))
     if match is None:
         raise ConfigError(f"steps({text!r}): give a number of steps, as 100, or of epochs, as '2ep'.")
-    return round(float(match[1]) * steps_per_epoch) if match[2] else int(float(match[1]))
+    return int(match[1]) if match[1] else round(float(match[2]) * steps_per_epoch)
 
 
-def _advance(scheduler: LRScheduler, loss: float) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
-
-
-def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """The numbers of a scheduler's state; functions in it are made anew by the script."""
-    kept = {}
-    for key, value in scheduler.state_dict().items():
-        if isinstance(value, int | float | str | None) or (
-            isinstance(value, list) and all(isinstance(v, int | float) for v in value)
-        ):
-            kept[key] = value
-    return kept
+def _at(step: int | None) -> str:
+    return "no checkpoint" if step is None else f"step {step}"

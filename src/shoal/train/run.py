@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 from torch import nn
 
 import shoal
 from shoal.checkpoint.plain import model_tensors
+from shoal.config import as_type
 from shoal.data.batch import Collate, Inputs
 from shoal.data.source import Source
 from shoal.errors import ConfigError
@@ -96,7 +98,9 @@ class Run:
         launch = from_environment()
         end_in_one_sentence(launch.rank)
         self._steps_override = self._apply(launch.overrides)
+        self._check_checkpoint()
         self.accumulate *= launch.stands_for
+        self._rehearsal = bool(launch.record)
         if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
             self.checkpoint, self.checkpoint_every = f"{launch.record}/checkpoint", None
             self.log, self.progress = None, False
@@ -127,7 +131,8 @@ class Run:
 
     def steps(self, how_long: int | str) -> Iterator[StepReport]:
         """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
-        total = count_steps(self._steps_override or how_long, self._parts.loader.steps_per_epoch)
+        asked = how_long if self._steps_override is None else self._steps_override
+        total = count_steps(asked, self._parts.loader.steps_per_epoch)
         return self._loop.steps(total, self._progress)
 
     def evaluate(
@@ -139,7 +144,8 @@ class Run:
     def save(self, name: str) -> None:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
         path = Path(name)
-        self._loop.save(path.name, self._progress, path.parent if len(path.parts) > 1 else None)
+        elsewhere = len(path.parts) > 1 and not self._rehearsal
+        self._loop.save(path.name, self._progress, path.parent if elsewhere else None)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model on rank 0, on the CPU; empty on other ranks."""
@@ -147,15 +153,27 @@ class Run:
 
     def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
         """What --strategy, --set and --steps say; they win over the script."""
+        hints = get_type_hints(type(self))
         settable = {f.name for f in dataclasses.fields(self) if f.name not in _NOT_SETTABLE}
         for key, value in overrides.items():
             if key == "steps":
                 continue
             if key not in settable:
                 raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}")
-            setattr(self, key, value)
+            try:
+                setattr(self, key, as_type(value, hints[key]))
+            except TypeError as wanted:
+                raise ConfigError(f"--set {key}={value}: it should be {wanted}.") from None
         steps = overrides.get("steps")
-        return steps if isinstance(steps, int | str) else None
+        return str(steps) if isinstance(steps, float) else steps
+
+    def _check_checkpoint(self) -> None:
+        if self.checkpoint_every is None:
+            return
+        if self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every={self.checkpoint_every}; it must be at least 1.")
+        if self.checkpoint is None:
+            raise ConfigError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint= too.")
 
     def _log_folder(self) -> Path | None:
         if self.log is None:

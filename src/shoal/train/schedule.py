@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
@@ -114,6 +115,60 @@ def make_scheduler(
             "of the optimizer that returns a torch LRScheduler."
         )
     return made
+
+
+def advance(scheduler: LRScheduler, loss: float) -> None:
+    """One training step is done."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Where a scheduler stands, in values that JSON can hold.
+
+    Torch keeps the rate itself in the optimizer's groups, and some schedulers move momentum too: both are here.
+    """
+    groups = [{key: group[key] for key in _MOVED if key in group} for group in scheduler.optimizer.param_groups]
+    return {"scheduler": _plain(scheduler.state_dict()), "groups": _plain(groups)}
+
+
+def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Put a new scheduler of the same kind, and its optimizer's groups, where `schedule_state` found another."""
+    scheduler.load_state_dict(_filled(scheduler.state_dict(), state["scheduler"]))
+    for group, kept in zip(scheduler.optimizer.param_groups, state["groups"], strict=False):
+        for key, value in kept.items():
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+_MOVED = ("lr", "momentum", "betas")
+"""What torch's schedulers change in a group."""
+
+
+def _plain(value: Any) -> Any:
+    """The part of a state that is numbers and text; functions and the like are made anew by the script."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items() if isinstance(key, str)}
+    return value if isinstance(value, int | float | str) else None
+
+
+def _filled(fresh: Any, kept: Any) -> Any:
+    """A new scheduler's state with what was kept put in its place."""
+    if isinstance(fresh, dict) and isinstance(kept, dict):
+        return type(fresh)({key: _filled(value, kept.get(key)) for key, value in fresh.items()})
+    if isinstance(fresh, list | tuple) and isinstance(kept, list) and len(fresh) == len(kept):
+        return type(fresh)(_filled(*pair) for pair in zip(fresh, kept, strict=True))
+    if isinstance(fresh, torch.Tensor) and isinstance(kept, int | float):
+        return torch.full_like(fresh, kept)
+    return fresh if kept is None else kept
 
 
 def _rise(step: int, warmup: int) -> float:

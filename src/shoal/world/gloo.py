@@ -1,8 +1,5 @@
 """What gloo does for us: whole groups that span hosts, and messages between two ranks."""
 
-# torch declares several signatures per method; a group written in Python is called by the first one only.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 import threading
@@ -13,97 +10,34 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp, Work
-
-from shoal.world.shm_ops import check_op, reduce_in_order
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 
 
-class _ReduceOptions(Protocol):
-    reduceOp: ReduceOp
+def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    """Gloo as it is. A group written in Python around it would call it with the interpreter lock held, and gloo's
+    threads take that lock when they drop a finished collective while holding gloo's own: the two would meet.
+    """
+    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
 
 
-class GlooGroup(ProcessGroup):
-    """Gloo, except for reduce-scatter: gloo's own is an all-reduce underneath and sends twice the bytes."""
+class ScatteredSum:
+    """A reduce-scatter by all-to-all and a sum in rank order: gloo's own sends twice the bytes, and its order of
+    summing depends on where an element lies.
+    """
 
-    kind = "gloo"
+    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, size: int) -> None:
+        self._out = out
+        self._whole = whole  # must live until it is sent
+        received = torch.empty_like(whole)
+        self._parts = received.chunk(size)
+        self._work = group.alltoall_base(received, whole, [], [], AllToAllOptions())
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the form for groups written in Python
-        self._rank, self._size = rank, size
-        cpu = torch.device("cpu")
-        self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._register_backend(cpu, ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(ProcessGroup.BackendType.GLOO)
-
-    def getBackendName(self) -> str:
-        return "shoal"
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: _ReduceOptions
-    ) -> Work:
-        check_op(opts.reduceOp)
-        exchanges = [self._exchange(out, whole) for out, whole in zip(outputs, inputs, strict=True)]
-        return _Scattered(exchanges, opts.reduceOp)
-
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: _ReduceOptions) -> Work:
-        return self.reduce_scatter_tensor_coalesced([output], [whole], opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _ReduceOptions) -> Work:
-        whole = [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in inputs]
-        return self.reduce_scatter_tensor_coalesced(outputs, whole, opts)
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
-
-    def _exchange(self, out: Tensor, whole: Tensor) -> _Exchange:
-        flat = whole.detach().contiguous().view(-1)
-        received = torch.empty_like(flat)
-        work = super().alltoall_base(received, flat, [], [])
-        return out.detach(), received.chunk(self._size) if flat.numel() else (), work, flat
-
-
-_Exchange = tuple[Tensor, Sequence[Tensor], Work, Tensor]
-
-
-class _Scattered(Work):
-    """Pieces on their way to the rank that sums them."""
-
-    def __init__(self, exchanges: list[_Exchange], op: ReduceOp) -> None:
-        super().__init__()
-        self._exchanges, self._op = exchanges, op
-        self._results = [out for out, *_ in exchanges]
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._lock:
-            for out, parts, work, _ in self._exchanges:
-                work.wait(timeout) if timeout else work.wait()
-                if parts:
-                    total = torch.empty_like(parts[0])
-                    reduce_in_order(self._op, parts, total, len(parts))
-                    out.copy_(total.view(out.shape))
-            self._exchanges = []
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for _, _, work, _ in self._exchanges)
-
-    def result(self) -> list[Tensor]:
-        return self._results
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-
-        def settle() -> None:
-            try:
-                self.wait()
-                future.set_result(self._results)
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        threading.Thread(target=settle, daemon=True).start()
-        return future
+    def wait(self) -> None:
+        self._work.wait()
+        torch.add(self._parts[0], self._parts[1], out=self._out)
+        for part in self._parts[2:]:
+            self._out.add_(part)
 
 
 class Pairs:

@@ -1,7 +1,7 @@
 """The c10d backend "shoal": shared memory where the ranks of a group are on one host, else gloo.
 
 `register_backend()` once, then `dist.init_process_group("shoal", …)` or `dist.new_group(backend="shoal")`.
-DDP, FSDP2 and DTensor run on it as they are. `.kind` of the group says which of the two it became.
+DDP, FSDP2 and DTensor run on it as they are. Only the first of the two is a `SharedMemoryGroup`.
 
 This file translates c10d's calls into `shm_ops`; `shm_work` drives them, `flags` waits, `memory` holds the
 bytes.
@@ -20,10 +20,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp, Work
 
 from shoal.world.flags import Flags, supported
-from shoal.world.gloo import GlooGroup, Pairs
+from shoal.world.gloo import Pairs, gloo_backend
 from shoal.world.launch import from_environment
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion, host_key
 from shoal.world.shm_flat import Batch, as_bytes, cut, numbers
@@ -53,8 +53,6 @@ class _ReduceRootOptions(_ReduceOptions, _RootOptions, Protocol):
 
 class SharedMemoryGroup(ProcessGroup):
     """A group of ranks on one host. Making it raises `SharedMemoryUnavailable` on all ranks or on none."""
-
-    kind = "shm"
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form for groups written in Python
@@ -232,7 +230,7 @@ class SharedMemoryGroup(ProcessGroup):
         return work
 
 
-def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup | ProcessGroupGloo:
     """Shared memory if every rank is on this host and it can be had, else gloo; all ranks decide alike."""
     mine = host_key(from_environment().host) if supported() else f"rank {rank} on a CPU we cannot use"
     store.set(f"host{rank}", mine)
@@ -247,7 +245,7 @@ def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
                     file=sys.stderr,
                     flush=True,
                 )
-    return GlooGroup(store, rank, size, timeout)
+    return gloo_backend(store, rank, size, timeout)
 
 
 def register_backend() -> None:

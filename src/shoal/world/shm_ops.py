@@ -101,8 +101,8 @@ class Staging:
         """One running result per chunk goes down the line of ranks; each adds its own, later all copy it.
 
         In step s a rank adds to chunk s and copies out chunk s - LAG. That is two passes over the data, where
-        slices with owners would take three. Ranks are not in step: each waits only for the rank before it, for
-        the last one (LAG steps ago), and the first rank also for slots to come free.
+        slices with owners would take three. Ranks are not in step: each waits only for the rank before it,
+        for the last one (LAG steps ago), and the first rank also for slots to come free.
         """
         n, me = self.size, self.rank
         each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()

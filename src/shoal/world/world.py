@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shoal.errors import ConfigError
+from shoal.world.gloo import ScatteredSum
 from shoal.world.launch import Launch
 from shoal.world.memory import host_key
 from shoal.world.rendezvous import bind_gloo, open_store
-from shoal.world.shm import register_backend
+from shoal.world.shm import SharedMemoryGroup, register_backend
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -137,6 +138,8 @@ class World:
                 out.copy_(tensor)
             return DONE
         self.traffic.bytes_sent += self.share_of(tensor)
+        if self.device.type == "cpu" and not isinstance(self.group, SharedMemoryGroup):
+            return ScatteredSum(self._group, out, tensor, self.size)
         return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
