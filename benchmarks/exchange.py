@@ -41,7 +41,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
@@ -84,7 +86,7 @@ def torch_loop(world: World, case: Case, model: nn.Module, optimizer: torch.opti
     """The loop a person writes by hand."""
     data = dataset(world, case)
 
-    def step(number: int) -> None:
+    def step(_: int) -> None:
         rows = torch.arange(case.batch) + world.rank * case.batch
         batch = tuple(t[rows] for t in data.tensors)
         optimizer.zero_grad(set_to_none=True)
@@ -213,12 +215,15 @@ GOALS = [
 def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
     medians = {name: statistics.median(t) for name, t in times.items()}
     count = sum(p.numel() for p in Transformer(*SIZES[case.size]).parameters())
-    print(f"\n{case.size} ({count / 1e6:.1f} M parameters), {workers} workers, batch {case.batch}×{CONTEXT} a worker")
+    print(
+        f"\n{case.size} ({count / 1e6:.1f} M parameters), {workers} workers, batch {case.batch}×{CONTEXT} a worker"
+    )
     print(f"{'contestant':<20} {'median ms':>10} {'quartiles':>15} {'/compute':>9} {'/torch ddp gloo':>16}")
     for name, t in times.items():
         low, _, high = statistics.quantiles(t, n=4)
         ratios = [
-            f"{medians[name] / medians[k]:.3f}" if k in medians else "-" for k in ("compute", "torch ddp, gloo")
+            f"{medians[name] / medians[k]:.3f}" if k in medians else "-"
+            for k in ("compute", "torch ddp, gloo")
         ]
         span = f"{low * 1e3:.0f}..{high * 1e3:.0f}"
         print(f"{name:<20} {medians[name] * 1e3:>10.1f} {span:>15} {ratios[0]:>9} {ratios[1]:>16}")
@@ -233,7 +238,9 @@ def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--sizes", nargs="*", default=list(SIZES))

@@ -1,6 +1,6 @@
 """Did two runs see the same losses? Reads the event logs that Shoal writes.
 
-    python examples/compare.py demo/log demo/zero2
+python examples/compare.py demo/log demo/zero2
 """
 
 import sys

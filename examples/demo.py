@@ -1,6 +1,6 @@
 """The demo: two workers teach a small transformer to write Python, on the Python standard library's own sources.
 
-    shoal run --workers 2 examples/demo.py            (scripts/demo does this, and sets everything up first)
+shoal run --workers 2 examples/demo.py            (scripts/demo does this, and sets everything up first)
 """
 
 import sys

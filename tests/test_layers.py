@@ -36,7 +36,9 @@ LEVEL = {part: height for height, parts in enumerate(LEVELS) for part in parts}
 FACE = ("__init__", "__main__")
 """The package itself: it names what the public face is made of, so it is above everything."""
 
-RANK_VARIABLE = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SHOAL_\w+)$")
+RANK_VARIABLE = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SHOAL_\w+)$"
+)
 
 
 def part_of(file: Path) -> str:
@@ -65,7 +67,9 @@ def name_of(file: Path) -> str:
 
 def test_every_part_has_a_level() -> None:
     parts = {part_of(file) for file in FILES} - set(FACE)
-    assert parts == set(LEVEL), "a new folder or file at the top: give it a level in LEVELS, and say so in the docs"
+    assert parts == set(LEVEL), (
+        "a new folder or file at the top: give it a level in LEVELS, and say so in the docs"
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -82,7 +86,9 @@ def test_imports_go_down(file: Path) -> None:
             assert uses_of(tree_of(file), "shoal") <= {"__version__"}, f"{name_of(file)}:{line} uses the face"
             continue
         assert theirs in LEVEL, f"{name_of(file)}:{line} imports {name}, which has no level"
-        assert LEVEL[theirs] < LEVEL[mine], f"{name_of(file)}:{line}: {mine} may not import {theirs}, which is not below it"
+        assert LEVEL[theirs] < LEVEL[mine], (
+            f"{name_of(file)}:{line}: {mine} may not import {theirs}, which is not below it"
+        )
 
 
 def uses_of(tree: ast.Module, name: str) -> set[str]:
@@ -166,7 +172,13 @@ MAKERS = ("dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict
 def test_no_global_state(file: Path) -> None:
     """A dict or list at the top of a module is a table, written in capitals and never changed."""
     for node in tree_of(file).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         called = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in MAKERS
         if not isinstance(value, MUTABLE) and not called:
@@ -175,8 +187,8 @@ def test_no_global_state(file: Path) -> None:
             if not isinstance(target, ast.Name):
                 continue  # an attribute of something else, such as the argtypes of a C function
             name = target.id
-            fixed = name.lstrip("_").isupper() or name == "__all__"
-            assert fixed and not called, f"{name_of(file)}:{node.lineno}: {name} is global state; pass it instead"
+            fixed = not called and (name.lstrip("_").isupper() or name == "__all__")
+            assert fixed, f"{name_of(file)}:{node.lineno}: {name} is global state; pass it instead"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

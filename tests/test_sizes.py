@@ -59,4 +59,6 @@ def test_the_face_takes_no_unnamed_options(file: Path) -> None:
     """`**kwargs` hides what a function takes; torch's own protocols are the only ones that need it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            assert node.args.kwarg is None, f"{name_of(file)}:{node.lineno}: {node.name} takes **{node.args.kwarg.arg}"
+            assert node.args.kwarg is None, (
+                f"{name_of(file)}:{node.lineno}: {node.name} takes **{node.args.kwarg.arg}"
+            )

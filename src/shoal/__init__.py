@@ -1,8 +1,8 @@
 """Shoal: one training loop, every way to share it.
 
-    run = shoal.Run(model=Net, loss=loss, optimizer=make_optimizer, data=dataset, global_batch=256)
-    for step in run.steps("2ep"):
-        print(step.number, step.loss)
+run = shoal.Run(model=Net, loss=loss, optimizer=make_optimizer, data=dataset, global_batch=256)
+for step in run.steps("2ep"):
+    print(step.number, step.loss)
 """
 
 from __future__ import annotations

@@ -125,13 +125,11 @@ def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(call: Call, key: str, value: Value, hint: Any) -> Value:
+def _convert(call: Call, key: str, value: Value, hint: Any) -> Value | None:
     try:
-        converted = as_type(value, hint)
+        return as_type(value, hint)
     except TypeError as error:
         raise ConfigError(f"{call.name}: {key}={value} should be {error}.") from None
-    assert converted is not None
-    return converted
 
 
 def as_type(value: Value, hint: Any) -> Value | None:

@@ -37,7 +37,8 @@ def show(value: Value) -> str:
     """A value as the grammar writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value).replace("e+", "e") if isinstance(value, float) else str(value)  # "+" means something else
+    # 1e+20 would not read back: "+" begins the compressor.
+    return str(value).replace("e+", "e") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

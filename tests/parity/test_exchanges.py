@@ -33,7 +33,9 @@ def test_equals_one_process(strategy: str, workers: int) -> None:
         wanted = reference(toy, workers)
         for rank, found in enumerate(traces):
             gap, where = largest_difference(wanted, found[toy])
-            assert gap < 1e-12, f"{toy} under {strategy} with {workers} workers, rank {rank}: {gap:.2e} at {where}"
+            assert gap < 1e-12, (
+                f"{toy} under {strategy} with {workers} workers, rank {rank}: {gap:.2e} at {where}"
+            )
             assert found[toy].losses == traces[0][toy].losses
             assert found[toy].state.keys() == wanted.state.keys()
             for name, entries in wanted.state.items():

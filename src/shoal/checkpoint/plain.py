@@ -14,18 +14,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.errors import ConfigError
 
 LATEST = "latest"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             continue  # a module's own extra state is not ours to store
-        key = (value.data_ptr(), value.storage_offset(), value.shape)
+        key = (value.data_ptr(), int(value.storage_offset()), value.shape)
         if value.numel() and key in seen:
             continue
         seen.add(key)
@@ -73,7 +75,11 @@ def write(root: Path, name: str, snapshot: Snapshot) -> Path:
     final, temporary, old = root / name, root / f".{name}.new", root / _old(name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    flat = {f"{key}/{n}": value.cpu() for n, entries in snapshot.optimizer.items() for key, value in entries.items()}
+    flat = {
+        f"{key}/{n}": value.cpu()
+        for n, entries in snapshot.optimizer.items()
+        for key, value in entries.items()
+    }
     save_file(dict(snapshot.model), temporary / "model.safetensors")
     save_file({k: v.contiguous() for k, v in flat.items()}, temporary / "optimizer.safetensors")
     (temporary / "state.json").write_text(json.dumps(dict(snapshot.state), indent=1))
@@ -103,14 +109,24 @@ def read_latest(root: Path) -> tuple[str, Snapshot] | None:
     if not folder.exists() and (root / _old(name)).exists():  # died while replacing it
         folder = root / _old(name)
     if not folder.exists():
-        raise ConfigError(f"{pointer} names '{name}', which is not there; write another name into it or remove it.")
-    flat = load_file(folder / "optimizer.safetensors")
+        raise ConfigError(f"{pointer} names '{name}', which is gone; put another name into it, or remove it.")
+    flat = _read(folder / "optimizer.safetensors", load_file)
     optimizer: dict[str, dict[str, torch.Tensor]] = {}
     for path, value in flat.items():
         key, name = path.split("/", 1)
         optimizer.setdefault(name, {})[key] = value
-    model = load_file(folder / "model.safetensors")
-    return str(folder), Snapshot(model, optimizer, json.loads((folder / "state.json").read_text()))
+    model = _read(folder / "model.safetensors", load_file)
+    state = _read(folder / "state.json", lambda file: json.loads(file.read_text()))
+    return str(folder), Snapshot(model, optimizer, state)
+
+
+def _read(file: Path, load: Callable[[Path], dict[str, T]]) -> dict[str, T]:
+    try:
+        return load(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}); put the name of a whole checkpoint into '{LATEST}' beside its folder."
+        ) from error
 
 
 def _old(name: str) -> str:

@@ -42,7 +42,9 @@ def _slots() -> dict[str, Table[Any]]:
 
 
 def _grid(name: str, table: Table[Any]) -> Grid:
-    grid = Grid(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    grid = Grid(
+        title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+    )
     grid.add_column("choice", no_wrap=True)
     grid.add_column("options", no_wrap=True)
     grid.add_column("promise", no_wrap=True)

@@ -90,4 +90,3 @@ def overrides(strategy: str, steps: str, settings: list[str]) -> dict[str, Value
             raise ConfigError(f"{key} is given twice; give it once, by its own option or by --set.")
         found[key] = parse_value(text)
     return found
-

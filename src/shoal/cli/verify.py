@@ -26,8 +26,12 @@ _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 def verify(
     script: Annotated[str, typer.Argument(help="The Python file to verify.", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)] = None,
-    strategy: Annotated[str, typer.Option(help='What to verify, such as "zero2"; default: what the script says.')] = "",
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help='What to verify, such as "zero2"; default: what the script says.')
+    ] = "",
     workers: Annotated[int | None, typer.Option(help="Workers under the strategy (2).")] = None,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
     precision: Annotated[str, typer.Option(help="fp64 shows mistakes apart from rounding.")] = "fp64",
@@ -86,14 +90,20 @@ class Difference:
 
 def _verdict(folder: Path, label: str, precision: str, allowed: float) -> str:
     worst, steps = Difference(0, "nothing", 0.0, 0.0), 0
+    wrong: list[Difference] = []  # the first, and the first parameter of that step if the first is the loss
     for difference in compare(folder / "one", folder / "many"):
+        if wrong and (difference.step > wrong[0].step or wrong[-1].what != "the loss"):
+            break
         steps = max(steps, difference.step)
         if not difference.relative <= allowed:
-            raise VerifyFailed(
-                f"DIFFERS: {label} does not equal one process: first at step {difference.step}, {difference.what}, "
-                f"by {difference.absolute:.3g} ({difference.relative:.3g} relative; {allowed:g} allowed in {precision})."
-            )
+            wrong.append(difference)
         worst = max(worst, difference, key=lambda d: d.relative)
+    if wrong:
+        said = ", then ".join(f"{d.what} by {d.absolute:.3g} ({d.relative:.3g} relative)" for d in wrong)
+        raise VerifyFailed(
+            f"DIFFERS: {label} does not equal one process: first at step {wrong[0].step}, {said}; "
+            f"{allowed:g} is allowed in {precision}."
+        )
     if steps == 0:
         raise VerifyFailed("nothing to compare: the script made no step; does it loop over run.steps(...)?")
     return (
@@ -107,7 +117,8 @@ def compare(one: Path, many: Path) -> Iterator[Difference]:
     from safetensors.torch import load_file
 
     # Steps that were dropped (overflow in fp16) leave nothing behind, so numbers may be missing.
-    for step in sorted({int(file.name.split(".")[0]) for folder in (one, many) for file in folder.glob("*.loss.json")}):
+    files = [file.name for folder in (one, many) for file in folder.glob("*.loss.json")]
+    for step in sorted({int(name.split(".")[0]) for name in files}):
         for folder in (one, many):
             if not (folder / f"{step}.parameters.safetensors").exists():
                 raise VerifyFailed(f"DIFFERS: only one of the two runs made step {step + 1}.")
@@ -116,7 +127,9 @@ def compare(one: Path, many: Path) -> Iterator[Difference]:
         for kind in ("gradients", "parameters"):
             left, right = (load_file(folder / f"{step}.{kind}.safetensors") for folder in (one, many))
             # Numbers far below the largest of their kind are the rest of a cancellation: rounding is all they hold.
-            floor = 1e-6 * max((float(t.abs().max()) for t in left.values() if t.numel()), default=1.0) + 1e-30
+            floor = (
+                1e-6 * max((float(t.abs().max()) for t in left.values() if t.numel()), default=1.0) + 1e-30
+            )
             for name in sorted(left.keys() | right.keys()):
                 what = f"{kind.removesuffix('s')} of '{name}'"
                 if name not in left or name not in right:

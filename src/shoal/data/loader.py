@@ -2,8 +2,8 @@
 
 A step's global batch is cut into workers × accumulate contiguous micro-batches, as equal as can be; each worker
 takes `accumulate` neighbours. So the micro-batches of a step, and with them dropout streams, depend only on
-that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a data set draws
-from torch's generator (augmentation) is keyed by step and micro-batch too, in loader processes as without them.
+that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a data set
+draws from torch's generator (augmentation) is keyed in the same way, in loader processes and without them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ class Loader:
         if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
-            first, prepare = self.first, _Fetcher(self.feed)
-            batches = tuple(prepare[step, first + i, some] if len(some) else None for i, some in enumerate(ids))
+            prepare = _Fetcher(self.feed)
+            batches = tuple(
+                prepare[step, number, some] if len(some) else None
+                for number, some in enumerate(ids, self.first)
+            )
         return Portion(epoch, stop - start, batches, self.first)
 
     @property
@@ -138,7 +141,7 @@ def _ids_from(loader: Loader, step: int) -> Iterator[Wanted]:
     while True:
         epoch, inside = divmod(step, loader.steps_per_epoch)
         ids = loader._micro_ids(epoch, *loader._span(inside))
-        yield from ((step, loader.first + i, some) for i, some in enumerate(ids) if len(some))
+        yield from ((step, number, some) for number, some in enumerate(ids, loader.first) if len(some))
         step += 1
 
 

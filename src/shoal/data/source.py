@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
@@ -38,8 +37,8 @@ def check_source(data: Source, global_batch: int) -> None:
 def fetch(data: Source, ids: Ids, collate: Collate | None) -> Batch:
     """One batch of the given samples."""
     if collate is None and type(data) is TensorDataset:
-        rows = torch.from_numpy(np.ascontiguousarray(ids))
-        return tuple(tensor[rows] for tensor in data.tensors)  # one gather, not a sample at a time
+        rows = torch.from_numpy(ids)
+        return tuple([tensor.index_select(0, rows) for tensor in data.tensors])  # not a sample at a time
     many = getattr(data, "__getitems__", None)  # torch's own protocol for fetching several samples at once
     samples = many(ids.tolist()) if many is not None else [data[i] for i in ids.tolist()]
     return (collate or default_collate)(samples)

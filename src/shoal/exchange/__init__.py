@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from shoal.config import fill_options
 from shoal.exchange.base import Exchange, Setup
@@ -24,7 +25,7 @@ TABLE: Table[type[Exchange]] = Table(
 def make_exchange(call: Call, setup: Setup) -> Exchange:
     """The exchange a plan names, ready for its first step."""
     chosen = TABLE.look_up(call.name)
-    options = fill_options(call, chosen.Options)
+    options: Any = fill_options(call, chosen.Options)
     try:
         return chosen(setup, options)  # type: ignore[call-arg]
     except SharedMemoryUnavailable as reason:

@@ -48,7 +48,9 @@ class Arrivals:
         self._reduce = False
         self._listener: dict[str, None] | None = None
         self._hooks = [
-            self._watch(bucket, slot, place.name) for bucket in buckets for slot, place in enumerate(bucket.places)
+            self._watch(bucket, slot, place.name)
+            for bucket in buckets
+            for slot, place in enumerate(bucket.places)
         ]
 
     def close(self) -> None:
@@ -123,7 +125,9 @@ class Arrivals:
             while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._send(self._buckets[self._next])
 
-        return self._parameters[name].register_post_accumulate_grad_hook(arrived)
+        parameter = self._parameters[name]
+        hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        return hook
 
     def _slots(self, bucket: Bucket) -> list[torch.Tensor]:
         """Views of the bucket's current vector, one per parameter."""
@@ -133,7 +137,8 @@ class Arrivals:
         key = (bucket.index, vector.data_ptr())
         if key not in self._views:
             self._views[key] = [
-                vector[p.start : p.start + p.numel].view(self._parameters[p.name].shape) for p in bucket.places
+                vector[p.start : p.start + p.numel].view(self._parameters[p.name].shape)
+                for p in bucket.places
             ]
         return self._views[key]
 

@@ -3,15 +3,16 @@
 A step calls, on every rank:
 
     begin()                     a new step: parameters are fresh, gradients empty
-    backward(loss, last)        once per micro-batch; gradients leave while backward goes on
+    backward(loss, weight, last)   once per micro-batch; gradients leave while backward goes on
     finish(tally)               wait; the global sum and count of the loss come back
     norm()                      if somebody needs it: the global norm of the summed gradient
     update(factor, limit)       gradient × factor, clamped to ±limit, into the optimizer; parameters published
 or  drop()                      instead of update: forget this step's gradients
 
-The loss that goes into backward is a sum, so gradients are sums; `factor` turns them into the mean over the
-true global count. What an exchange holds it can also give whole, by parameter name: `gradients`,
-`optimizer_state`. These are collective: every rank calls them.
+The loss that goes into backward is a sum, so gradients are sums, times `weight`; `factor` turns them into the
+mean over the true global count. Where the weight was one over that count already, it is 1 and costs nothing.
+What an exchange holds it can also give whole, by parameter name: `gradients`, `optimizer_state`. These are
+collective: every rank calls them.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Exchange(ABC):
     def begin(self) -> None: ...
 
     @abstractmethod
-    def backward(self, loss: torch.Tensor | None, last: bool) -> None:
-        """Back-propagate one micro-batch; None where this rank has no sample in it."""
+    def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
+        """Back-propagate loss × weight of one micro-batch; None where this rank has no sample in it."""
 
     @abstractmethod
     def finish(self, tally: Tally) -> Tally: ...
@@ -111,8 +112,16 @@ class Exchange(ABC):
 
     @classmethod
     @abstractmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         """Bytes per worker for so many parameters; Adam keeps two numbers of state per parameter."""
+
+
+def back_propagate(loss: torch.Tensor | None, weight: float, again: bool = False) -> None:
+    """The backward pass of loss × weight; `again`: another one will follow over the same graph."""
+    if loss is not None:
+        loss.backward(torch.full_like(loss, weight), retain_graph=again)  # type: ignore[no-untyped-call]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

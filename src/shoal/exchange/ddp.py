@@ -29,7 +29,9 @@ class Ddp(FlatExchange):
     def allocate(self) -> list[torch.Tensor]:
         self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
         # A ring all-reduce sums in an order of its own; reduce-scatter and all-gather sum in rank order.
-        self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.deterministic else None
+        self._sums = (
+            SliceSums(self.buckets, self.owners.size, self.world.device) if self.deterministic else None
+        )
         return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
@@ -54,7 +56,9 @@ class Ddp(FlatExchange):
             self._sums.reset()
 
     @classmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         del workers
         each = parameters * itemsize
         return Memory(each, each, each * state_per_parameter)

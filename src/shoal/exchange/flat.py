@@ -27,7 +27,17 @@ from collections.abc import Mapping
 import torch
 
 from shoal.exchange.arrivals import Arrivals
-from shoal.exchange.base import BucketOptions, Exchange, Setup, State, Tally, detached, sum_of_squares, trainable
+from shoal.exchange.base import (
+    BucketOptions,
+    Exchange,
+    Setup,
+    State,
+    Tally,
+    back_propagate,
+    detached,
+    sum_of_squares,
+    trainable,
+)
 from shoal.exchange.optimizer import (
     make_optimizer,
     move_optimizer,
@@ -135,20 +145,18 @@ class FlatExchange(Exchange):
     def begin(self) -> None:
         self._arrivals.open_step()
 
-    def backward(self, loss: torch.Tensor | None, last: bool) -> None:
+    def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         if not self._order_is_known:
             self._learn_order(loss)
         self._arrivals.open_micro_batch(reduce=last or self.each)
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+        back_propagate(loss, weight)
         self._arrivals.close_micro_batch()
 
     def _learn_order(self, loss: torch.Tensor | None) -> None:
         """Before the first backward pass: run it once only to see in which order gradients become ready."""
         seen: dict[str, None] = {}
         with self._arrivals.only_listening(seen):
-            if loss is not None:
-                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            back_propagate(loss, 1.0, again=True)
         order = [*seen, *(name for name in self.order if name not in seen)]
         self.lay_out_again(self.world.gather_values(order)[0])
 

@@ -44,13 +44,13 @@ def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) 
             "torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)."
         )
     if isinstance(made, optim.LBFGS):
-        raise ConfigError("LBFGS evaluates the loss many times in a step, which no exchange can do; use another.")
+        raise ConfigError(
+            "LBFGS evaluates the loss many times in a step, which no exchange can do; use another."
+        )
     return made
 
 
-def names_in_groups(
-    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> list[list[str]]:
+def names_in_groups(optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """Which parameters the user's factory put into each group."""
     name_of = {id(p): name for name, p in parameters.items()}
     return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -84,7 +84,7 @@ def move_optimizer(
             group["fused"] = True
         return type(optimizer)(groups, fused=True)  # type: ignore[call-arg]
     if type(optimizer) in ELEMENTWISE:
-        return type(optimizer)(groups)
+        return type(optimizer)(groups)  # type: ignore[call-arg]
     # An optimizer we do not know: keep the object, which may carry settings of its own, and swap its tensors.
     for old, new in zip(optimizer.param_groups, groups, strict=True):
         old["params"] = new["params"]
@@ -92,7 +92,9 @@ def move_optimizer(
 
 
 def _may_fuse(group: Mapping[str, object]) -> bool:
-    asked = group.get("fused") or group.get("foreach") or group.get("capturable") or group.get("differentiable")
+    asked = (
+        group.get("fused") or group.get("foreach") or group.get("capturable") or group.get("differentiable")
+    )
     tensors = group["params"]
     assert isinstance(tensors, list)
     return not asked and group.get("fused") is not False and all(t.is_floating_point() for t in tensors)
@@ -102,17 +104,18 @@ def step_scaled(
     optimizer: optim.Optimizer, gradients: Sequence[torch.Tensor], factor: float, limit: float | None
 ) -> None:
     """One optimizer step on gradient × factor, clamped to ±limit. `gradients` are the vectors that hold it."""
-    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    single = all(g.dtype == torch.float32 for g in gradients)  # the kernel keeps its scale in float32
-    if limit is None and fused and single and gradients:
-        # The fused kernel divides as it reads, which saves a pass over all gradients.
-        optimizer.grad_scale = torch.full((), 1.0 / factor, device=gradients[0].device)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros((), device=gradients[0].device)  # type: ignore[attr-defined]
-        optimizer.step()
-        return
-    if factor != 1.0:
-        torch._foreach_mul_(list(gradients), factor)
+    scale = found = None
+    if factor != 1.0 or limit is not None:
+        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        single = all(g.dtype == torch.float32 for g in gradients)  # the kernel keeps its scale in float32
+        if limit is None and fused and single and gradients:
+            # The fused kernel divides as it reads, which saves a pass over all gradients.
+            scale = torch.full((), 1.0 / factor, device=gradients[0].device)
+            found = torch.zeros((), device=gradients[0].device)
+        else:
+            torch._foreach_mul_(list(gradients), factor)
     if limit is not None:
         torch._foreach_clamp_min_(list(gradients), -limit)
         torch._foreach_clamp_max_(list(gradients), limit)
+    optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
     optimizer.step()

@@ -85,7 +85,9 @@ class Shared(FlatExchange):
         if not isinstance(group, SharedMemoryGroup):
             raise SharedMemoryUnavailable("this host's workers have no shared memory")
         host = self.world.hosts.index(self.world.hosts[self.world.rank])
-        turn = store.add(f"shoal/shared/{self.world.rank}", 1)  # the same on all ranks: they come here equally often
+        turn = store.add(
+            f"shoal/shared/{self.world.rank}", 1
+        )  # the same on all ranks: they come here equally often
         total = sum(b.nbytes for b in self.buckets)
         label = f"shoal/shared/{host}/{turn}/{name}"
         region = SharedRegion.create(store, label, self.owners.rank, self.owners.size, total)
@@ -96,7 +98,9 @@ class Shared(FlatExchange):
         return vectors
 
     @classmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         each = parameters * itemsize
         return Memory(each / workers, each, each * state_per_parameter / workers)
 

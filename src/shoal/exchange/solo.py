@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
-from shoal.exchange.base import Exchange, NoOptions, Setup, State, Tally, detached, sum_of_squares, trainable
+from shoal.exchange.base import (
+    Exchange,
+    NoOptions,
+    Setup,
+    State,
+    Tally,
+    back_propagate,
+    detached,
+    sum_of_squares,
+    trainable,
+)
 from shoal.exchange.optimizer import make_optimizer, move_optimizer, names_in_groups, step_scaled
 from shoal.types import Memory, Promise
 
@@ -33,10 +43,9 @@ class Solo(Exchange):
     def lay_out_again(self, order: list[str]) -> None:
         del order  # nothing is laid out: every tensor is where torch put it
 
-    def backward(self, loss: torch.Tensor | None, last: bool) -> None:
+    def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         del last
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+        back_propagate(loss, weight)
 
     def finish(self, tally: Tally) -> Tally:
         return tally
@@ -65,7 +74,9 @@ class Solo(Exchange):
             self.optimizer.state[self._parameters[name]] = detached(entries)
 
     @classmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         del workers
         each = parameters * itemsize
         return Memory(each, each, each * state_per_parameter)

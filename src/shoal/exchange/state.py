@@ -102,7 +102,9 @@ def _join_one(
     whole: State,
 ) -> None:
     def mine(name: str) -> float:
-        return max((float(entries[key]) for _, entries in local.get(name, []) if key in entries), default=-1e300)
+        return max(
+            (float(entries[key]) for _, entries in local.get(name, []) if key in entries), default=-1e300
+        )
 
     rows = kept.owners.gather_numbers([mine(name) for name in kept.parameters])
     for name, value in zip(kept.parameters, rows.amax(0).tolist(), strict=True):

@@ -54,7 +54,9 @@ class Zero1(FlatExchange):
         return self._gradients[bucket.index][start:stop]
 
     @classmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         each = parameters * itemsize
         return Memory(each, each, each * state_per_parameter / workers)
 

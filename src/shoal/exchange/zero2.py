@@ -79,7 +79,9 @@ class Zero2(FlatExchange):
         self._free.append(base if base is not None else vector)
 
     @classmethod
-    def memory(cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4) -> Memory:
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
         each = parameters * itemsize
         bucket = (1 + IN_FLIGHT) * min(BucketOptions().bucket_mb * 2**20, each)
         return Memory(each, each / workers, each * state_per_parameter / workers, bucket)

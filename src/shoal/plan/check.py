@@ -20,13 +20,13 @@ def check_text(text: str, workers: int) -> Plan:
 
     >>> print(check_text("zero2(bucket_mb=8)", workers=4))
     zero2(bucket_mb=8)
-    >>> check_text("zero4", workers=4)
+    >>> check_text("solo", workers=4)
     Traceback (most recent call last):
-    shoal.errors.ConfigError: unknown exchange 'zero4'; did you mean 'zero2'? There are: ddp, shared, solo, zero1, zero2.
+    shoal.errors.ConfigError: solo is one process alone; you have 4 workers. Use --workers 1, or ddp.
     """
     plan = parse_strategy(text)
     chosen = exchange.TABLE.look_up(plan.exchange.name)
-    options = fill_options(plan.exchange, chosen.Options)
+    options: object = fill_options(plan.exchange, chosen.Options)
     if plan.compressor is not None:
         fill_options(plan.compressor, compress.TABLE.look_up(plan.compressor.name))
     if not 0 < getattr(options, "bucket_mb", 1.0) < float("inf"):

@@ -64,4 +64,3 @@ def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:
         gap = (value - b.parameters[name]).abs().max() / value.abs().max().clamp(min=1.0)
         worst = max(worst, (float(gap), name))
     return worst
-

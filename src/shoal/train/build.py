@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +94,7 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
         seed=order.seed,
         meter=Meter(),
         recorder=recorder,
-        usual_count=2.0 ** round(math.log2(order.global_batch)),
+        count_per_sample=1.0,
     )
     return plan, parts
 
@@ -105,11 +104,13 @@ def _check_kinds(order: Order) -> None:
         raise ConfigError(f"model= is a {type(order.model).__name__}; {_MODEL}")
     if not callable(order.optimizer):
         raise ConfigError(
-            f"optimizer= is a {type(order.optimizer).__name__}; give a function of the parameters that returns a "
-            "torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)."
+            f"optimizer= is a {type(order.optimizer).__name__}; give a function of the parameters that returns "
+            "a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)."
         )
     if not callable(order.loss):
-        raise ConfigError(f"loss= is a {type(order.loss).__name__}; give a function (output, batch) -> (sum, count).")
+        raise ConfigError(
+            f"loss= is a {type(order.loss).__name__}; give a function (output, batch) -> (sum, count)."
+        )
     for name, given in (("inputs", order.inputs), ("collate", order.collate)):
         if given is not None and not callable(given):
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")

@@ -24,10 +24,9 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
     """Every rank calls it and gets the same answer."""
     world, model = parts.world, parts.model
     check_source(data, 1)
-    feed = dataclasses.replace(
-        parts.loader.feed, data=data, global_batch=min(batch, len(data)), accumulate=1, shuffle=False, workers=0
-    )
-    loader = Loader(feed)
+    batch = min(batch, len(data))
+    feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
+    loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0))
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)
     was_training = model.training

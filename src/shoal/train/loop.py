@@ -80,7 +80,9 @@ class Loop:
         """Write a full checkpoint. Every rank calls it."""
         root = root or self.checkpoint
         if root is None:
-            raise ConfigError("there is nowhere to save: give Run checkpoint='folder', or save('folder/name').")
+            raise ConfigError(
+                "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
+            )
         parts = self.parts
         optimizer = parts.exchange.optimizer_state()
         if parts.world.rank == 0:
@@ -89,7 +91,7 @@ class Loop:
                 "optimizer": type(parts.exchange.optimizer).__name__,
                 "scale": parts.scale.value if parts.scale.dynamic else None,
                 "good_steps": parts.scale.good_steps,
-                "usual_count": parts.usual_count,
+                "count_per_sample": parts.count_per_sample,
                 "schedule": progress.schedule_now(),
                 "order": list(parts.exchange.order),
             }
@@ -111,20 +113,20 @@ class Loop:
         mine = type(parts.exchange.optimizer).__name__
         if state["optimizer"] != mine:
             raise ConfigError(
-                f"the checkpoint {source} was written with {state['optimizer']}, and optimizer= now makes {mine}; "
-                "use the same optimizer, or another checkpoint folder."
+                f"the checkpoint {source} was written with {state['optimizer']}, and optimizer= now makes "
+                f"{mine}; use the same optimizer, or another checkpoint folder."
             )
         if set(state["order"]) == set(parts.exchange.order):
             parts.exchange.lay_out_again(state["order"])
         parts.exchange.load_optimizer_state(snapshot.optimizer)
         if parts.scale.dynamic and state["scale"] is not None:
             parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
-        parts.usual_count = state["usual_count"]
+        parts.count_per_sample = state["count_per_sample"]
         parts.world.barrier()
         return Progress(state["step"], state["schedule"])
 
     def _agree_on_checkpoint(self, step: int | None) -> None:
-        """Ranks that begin at different steps would wait for each other for ever. Nobody leaves before all have read."""
+        """Ranks that began at different steps would never meet. Also, nobody saves before all have read."""
         steps = self.parts.world.gather_values(step)
         for rank, theirs in enumerate(steps):
             if theirs != steps[0]:

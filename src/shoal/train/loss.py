@@ -53,5 +53,7 @@ def check_gradient(total: torch.Tensor) -> None:
 
 def _describe(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)} ({', '.join(type(v).__name__ for v in value)})"
+        return f"a tuple of {len(value)} ({', '.join(_describe(v) for v in value)})"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"Tensor of shape {list(value.shape)}"
     return type(value).__name__

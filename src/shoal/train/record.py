@@ -31,15 +31,15 @@ class Recorder:
     def gradients(self, step: int, loss: float, summed: Mapping[str, torch.Tensor], mean: float) -> None:
         """The loss, and the mean gradient before clipping."""
         if self._writes:
-            save_file({n: (g * mean).cpu().contiguous() for n, g in summed.items()}, self._file(step, "gradients"))
+            means = {n: (g * mean).cpu().contiguous() for n, g in summed.items()}
+            save_file(means, self._file(step, "gradients"))
             (self._folder / f"{step}.loss.json").write_text(json.dumps(loss))
 
     def parameters(self, step: int, model: nn.Module) -> None:
         """The parameters after the update."""
         if self._writes:
-            named = {
-                n: p.detach().cpu().clone(memory_format=torch.contiguous_format) for n, p in model.named_parameters()
-            }
+            plain = torch.contiguous_format
+            named = {n: p.detach().cpu().clone(memory_format=plain) for n, p in model.named_parameters()}
             save_file(named, self._file(step, "parameters"))
 
     def _file(self, step: int, kind: str) -> Path:

@@ -159,7 +159,9 @@ class Run:
             if key == "steps":
                 continue
             if key not in settable:
-                raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}")
+                raise ConfigError(
+                    f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}"
+                )
             try:
                 setattr(self, key, as_type(value, hints[key]))
             except TypeError as wanted:
@@ -173,7 +175,7 @@ class Run:
         if self.checkpoint_every < 1:
             raise ConfigError(f"checkpoint_every={self.checkpoint_every}; it must be at least 1.")
         if self.checkpoint is None:
-            raise ConfigError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint= too.")
+            raise ConfigError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint=.")
 
     def _log_folder(self) -> Path | None:
         if self.log is None:

@@ -128,14 +128,15 @@ def advance(scheduler: LRScheduler, loss: float) -> None:
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Where a scheduler stands, in values that JSON can hold.
 
-    Torch keeps the rate itself in the optimizer's groups, and some schedulers move momentum too: both are here.
+    Torch keeps the rate itself in the optimizer's groups, and some schedulers move momentum too: both are
+    here.
     """
-    groups = [{key: group[key] for key in _MOVED if key in group} for group in scheduler.optimizer.param_groups]
+    groups = [{k: group[k] for k in _MOVED if k in group} for group in scheduler.optimizer.param_groups]
     return {"scheduler": _plain(scheduler.state_dict()), "groups": _plain(groups)}
 
 
 def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Put a new scheduler of the same kind, and its optimizer's groups, where `schedule_state` found another."""
+    """Put a new scheduler of the same kind, and its optimizer's groups, where another one stood."""
     scheduler.load_state_dict(_filled(scheduler.state_dict(), state["scheduler"]))
     for group, kept in zip(scheduler.optimizer.param_groups, state["groups"], strict=False):
         for key, value in kept.items():

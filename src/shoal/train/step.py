@@ -27,7 +27,7 @@ from shoal.world.world import World
 
 @dataclass
 class Parts:
-    """What a step works with. Made by build.py; only `scale` and `usual_count` change from step to step."""
+    """What a step works with. Made by build.py; only `scale` and `count_per_sample` change from step to step."""
 
     world: World
     model: nn.Module
@@ -42,8 +42,8 @@ class Parts:
     seed: int
     meter: Meter
     recorder: Recorder | None
-    usual_count: float
-    """A power of two near the count of a step. Dividing by it keeps sums in range and rounds nothing."""
+    count_per_sample: float
+    """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
 
 
 def run_step(parts: Parts, number: int) -> StepReport:
@@ -56,7 +56,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
 
     exchange.begin()
     losses, count = [], 0.0
-    weight = parts.scale.value / parts.usual_count
+    weight = parts.scale.value / (parts.count_per_sample * portion.samples)
     for i, batch in enumerate(portion.batches):
         total = None
         if batch is not None:
@@ -65,7 +65,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
             check_gradient(total)
             losses.append(total.detach())
             count += n
-        exchange.backward(None if total is None else total * weight, last=i == len(portion.batches) - 1)
+        exchange.backward(total, weight, last=i == len(portion.batches) - 1)
     meter.mark("compute")
 
     tally = exchange.finish(Tally(sum(float(loss) for loss in losses), count))
@@ -73,6 +73,8 @@ def run_step(parts: Parts, number: int) -> StepReport:
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
     norm, skipped = _update(parts, number, loss, tally.count, weight)
+    if tally.count > 0:
+        parts.count_per_sample = tally.count / portion.samples
     meter.mark("update")
     times = meter.stop()
     return StepReport(
@@ -102,9 +104,7 @@ def forward(parts: Parts, batch: Batch) -> tuple[torch.Tensor, float]:
         return as_sum_and_count(parts.loss(output, batch), batch)
 
 
-def _update(
-    parts: Parts, number: int, loss: float, count: float, weight: float
-) -> tuple[float | None, bool]:
+def _update(parts: Parts, number: int, loss: float, count: float, weight: float) -> tuple[float | None, bool]:
     """Apply the gradients, or drop them; every rank decides alike, from numbers that are alike."""
     exchange, clip = parts.exchange, parts.clip
     if not math.isfinite(loss):
@@ -115,7 +115,7 @@ def _update(
             )
         exchange.drop()
         return None, True
-    mean = 1.0 / (count * weight)  # gradients hold sum × weight
+    mean = 1.0 / (count * weight)  # gradients hold sum × weight; 1 where the count was foreseen
     norm = None
     if parts.scale.dynamic or isinstance(clip, ByNorm):
         norm = exchange.norm() * mean
@@ -130,7 +130,6 @@ def _update(
     if parts.recorder is not None:
         parts.recorder.parameters(number, parts.model)
     parts.scale.succeeded()
-    parts.usual_count = 2.0 ** round(math.log2(count))
     return norm, False
 
 
@@ -144,4 +143,3 @@ def _not_finite(parts: Parts, number: int, norm: float) -> tuple[float | None, b
         )
     parts.exchange.drop()
     return None, True
-

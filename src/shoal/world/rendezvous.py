@@ -13,20 +13,21 @@ from typing import cast
 from urllib.parse import urlparse
 
 import psutil
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.errors import ConfigError
 from shoal.world.launch import Launch
 
 
-def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
+def open_store(launch: Launch, timeout: timedelta) -> Store:
     """The store that `launch.rendezvous` names."""
     if launch.rendezvous == "env://":
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-        return cast(dist.Store, store)
+        store, _, _ = next(meet("env://", launch.rank, launch.size, timeout=timeout))
+        return cast(Store, store)
     target = urlparse(launch.rendezvous)
     if target.scheme == "file":
-        return dist.FileStore(target.path, launch.size)
+        return FileStore(target.path, launch.size)
     if target.scheme == "tcp" and target.hostname and target.port:
         return _tcp_store(target.hostname, target.port, launch, timeout)
     raise ConfigError(
@@ -34,11 +35,11 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     )
 
 
-def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> dist.Store:
+def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> Store:
     listener = None
     if launch.rank == 0:
         listener = socket.create_server((address, port))
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         launch.size,

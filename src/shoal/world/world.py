@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C import _distributed_c10d as c10d
 
 from shoal.errors import ConfigError
 from shoal.world.gloo import ScatteredSum
@@ -61,7 +61,7 @@ class World:
         size: int,
         device: torch.device,
         hosts: Sequence[str],
-        store: dist.Store | None = None,
+        store: c10d.Store | None = None,
         group: dist.ProcessGroup | None = None,
         traffic: Traffic | None = None,
     ) -> None:

@@ -1,0 +1,87 @@
+"""The examples, run as a person runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.report import last_pass, read_events
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SHOAL = [sys.executable, "-m", "shoal"]
+
+
+def call(folder: Path, *command: str) -> str:
+    """Run a command in a folder of its own; its output, or a failure that shows it."""
+    clean = {k: v for k, v in os.environ.items() if not re.match(r"(SHOAL_|RANK$|WORLD_SIZE$|LOCAL_)", k)}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    )
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
+
+
+def test_first_alone_and_with_two_workers(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "first.py")
+    alone = losses(call(tmp_path, sys.executable, script))
+    shared = losses(call(tmp_path, *SHOAL, "run", "--workers", "2", script))
+    assert len(alone) == 3
+    assert alone[-1] < 0.5 * alone[0]
+    assert shared == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of the demo and three under another strategy, as scripts/demo runs them."""
+    folder = tmp_path_factory.mktemp("demo")
+    script = str(EXAMPLES / "demo.py")
+    call(folder, *SHOAL, "run", "--workers", "2", script, "3")
+    other = ["--strategy", "zero2", "--set", "log=demo/zero2", "--set", "progress=false"]
+    call(folder, *SHOAL, "run", "--workers", "2", *other, script, "3")
+    return folder
+
+
+def test_the_demo_trains(demo: Path) -> None:
+    steps = last_pass(read_events(demo / "demo" / "log" / "events.jsonl"))
+    assert [event["step"] for event in steps] == [1, 2, 3]
+    first, last = steps[0]["loss"], steps[-1]["loss"]
+    assert isinstance(first, float)
+    assert isinstance(last, float)
+    assert last < first
+
+
+def test_compare_says_that_losses_are_the_same(demo: Path) -> None:
+    said = call(demo, sys.executable, str(EXAMPLES / "compare.py"), "demo/log", "demo/zero2")
+    assert "the same losses" in said
+    assert "3 steps" in said
+
+
+def test_compare_notices_other_losses(demo: Path) -> None:
+    """The one line at the end of the demo would be worth nothing if it could not say no."""
+    log = demo / "demo" / "zero2" / "events.jsonl"
+    other = demo / "demo" / "other"
+    other.mkdir()
+    lines = [re.sub(r'"loss": [\d.]+', '"loss": 9.0', line) for line in log.read_text().splitlines()]
+    (other / "events.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, str(EXAMPLES / "compare.py"), "demo/log", "demo/other"]
+    done = subprocess.run(command, cwd=demo, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "OTHER losses" in done.stdout

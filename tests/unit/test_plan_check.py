@@ -1,0 +1,55 @@
+"""Every rule of plan/check: what cannot work is refused in one sentence with the numbers and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.config import parse_strategy
+from shoal.errors import ConfigError
+from shoal.plan.check import RULES, check_text
+
+REFUSED = [
+    # names
+    ("zero4", 4, "unknown exchange 'zero4'; did you mean 'zero2'? There are: "),
+    ("dpd", 2, "unknown exchange 'dpd'; did you mean 'ddp'?"),
+    ("xyzzy", 2, "unknown exchange 'xyzzy'. There are: ddp, "),
+    ("ddp + non", 2, "unknown compressor 'non'; did you mean 'none'?"),
+    # options
+    ("ddp(bucket=2)", 2, "ddp has no option 'bucket'; did you mean 'bucket_mb'?"),
+    ("solo(3)", 1, "solo takes no options, but 'solo(3)' gives 1."),
+    ("zero1(bucket_mb=big)", 2, "zero1: bucket_mb=big should be float."),
+    ("ddp + none(3)", 2, "none takes no options"),
+    ("ddp(bucket_mb=0)", 2, "ddp(bucket_mb=0): bucket_mb must be a size above 0"),
+    ("ddp(-1)", 2, "bucket_mb must be a size above 0"),
+    ("ddp(nan)", 2, "bucket_mb must be a size above 0"),
+    ("ddp(inf)", 2, "bucket_mb must be a size above 0"),
+    # workers
+    ("ddp", 0, "ddp needs at least 1 worker; you have 0. Use --workers 1."),
+    ("ddp * tp2 * pp2", 6, "tp2 * pp2 needs a multiple of 4 workers; you have 6. Use --workers 4 or 8."),
+    ("zero1 * tp8", 2, "tp8 needs a multiple of 8 workers; you have 2. Use --workers 8."),
+    ("ddp * tp0", 2, "ddp * tp0: a degree of 0 leaves nobody to do the work; use tp1 or pp1."),
+    ("ddp * tp2", 4, "ddp * tp2: this version cannot split a model (tp2); use ddp alone."),
+    ("ddp * pp2", 4, "this version cannot split a model (pp2)"),
+    ("solo", 2, "solo is one process alone; you have 2 workers. Use --workers 1, or ddp."),
+]
+
+
+@pytest.mark.parametrize(("text", "workers", "words"), REFUSED)
+def test_what_cannot_work_is_refused(text: str, workers: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_text(text, workers)
+    sentence = str(caught.value)
+    assert words in sentence
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+
+
+def test_every_rule_refuses_something() -> None:
+    plans = [(parse_strategy(text), workers) for text, workers, _ in REFUSED]
+    for rule in RULES:
+        assert any(rule(plan, workers) for plan, workers in plans), rule.__name__
+
+
+@pytest.mark.parametrize("text", ["solo", "ddp", "zero1", "zero2(8)", "shared", "ddp * tp1 * pp1", "ddp + none"])
+def test_what_works_alone_passes(text: str) -> None:
+    assert str(check_text(text, 1)) == text
