@@ -72,6 +72,12 @@ def test_every_part_has_a_level() -> None:
     )
 
 
+def test_the_levels_are_those_that_people_read() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    drawn = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert [tuple(line.split()) for line in reversed(drawn)] == list(LEVELS)
+
+
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_imports_go_down(file: Path) -> None:
     mine = part_of(file)

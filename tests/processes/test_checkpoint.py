@@ -46,8 +46,8 @@ class Net(nn.Module):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(38, 5, generator=generator)
-    return TensorDataset(x, torch.randint(0, 3, (38,), generator=generator), torch.arange(38))
+    x = torch.randn(44, 5, generator=generator)
+    return TensorDataset(x, torch.randint(0, 3, (44,), generator=generator), torch.arange(44))
 
 
 def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
@@ -61,7 +61,7 @@ def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -
         loss=loss if case["precision"] == "fp16" else lambda output, batch: F.cross_entropy(output, batch[1]),
         optimizer=case["optimizer"],
         data=data(),  # type: ignore[arg-type]
-        global_batch=8,
+        global_batch=12,
         strategy=strategy,
         precision=case["precision"],
         clip=0.5,

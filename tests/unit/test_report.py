@@ -138,7 +138,7 @@ class TestEvents:
 
     def test_steps_wait_for_half_a_second(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 100.0
-        monkeypatch.setattr("shoal.report.events.monotonic", lambda: now)
+        monkeypatch.setattr("shoal.report.events.time", lambda: now)
         path = tmp_path / "events.jsonl"
         with EventLog(path) as log:
             log.write(STEP)

@@ -83,5 +83,5 @@ class Zero2(FlatExchange):
         cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
     ) -> Memory:
         each = parameters * itemsize
-        bucket = (1 + IN_FLIGHT) * min(BucketOptions().bucket_mb * 2**20, each)
+        bucket = min(BucketOptions().bucket_mb * 2**20, each)
         return Memory(each, each / workers, each * state_per_parameter / workers, bucket)
