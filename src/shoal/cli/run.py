@@ -19,7 +19,7 @@ def run(
         list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers on this host (2, or 1 on one core).")] = None,
-    strategy: Annotated[str, typer.Option(help='How the work is shared, such as "zero1 * tp2".')] = "",
+    strategy: Annotated[str, typer.Option(help='How the work is shared, such as "zero1".')] = "",
     steps: Annotated[str, typer.Option(help="How long to train: 100, or 2ep for two epochs.")] = "",
     settings: Annotated[
         list[str] | None,
@@ -40,7 +40,7 @@ def run(
 
     \b
     shoal run --workers 4 train.py
-    shoal run --workers 4 --strategy "zero3 * tp2" --steps 100 train.py --data corpus/
+    shoal run --workers 4 --strategy zero1 --steps 100 train.py --data corpus/
     shoal run --set clip=0.5 --set precision=bf16 train.py
     shoal run --hosts 2 --host 0 --at 10.0.0.1:29500 train.py    (and --host 1 on the other)
     """

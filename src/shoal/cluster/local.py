@@ -24,6 +24,7 @@ from shoal.cluster.output import Output, Streams, open_streams
 from shoal.cluster.watch import Crew, Interrupts
 from shoal.errors import ConfigError
 from shoal.types import Value
+from shoal.world.launch import from_environment
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _worker_environment(job: Job, index: int, folder: str, threads: str) -> dict
         address, port = _address(job.at)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if job.hosts > 1:
-        environment["SHOAL_HOST"] = os.environ.get("SHOAL_HOST", f"host-{job.host}")
+        environment["SHOAL_HOST"] = from_environment().host or f"host-{job.host}"
     else:
         # Nothing of a job on one host should listen to strangers.
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")

@@ -59,9 +59,9 @@ class FlatExchange(Exchange):
     reduces_each_micro_batch = False
     """True if a gradient cannot wait in full for the last micro-batch."""
 
-    def __init__(self, setup: Setup, options: BucketOptions, owners: World) -> None:
+    def __init__(self, setup: Setup, options: BucketOptions, owners: World | None = None) -> None:
         self.world = setup.world
-        self.owners = owners
+        self.owners = owners or setup.world
         """The workers among which every bucket is cut into slices."""
         self.each = self.reduces_each_micro_batch or (setup.deterministic and setup.accumulate > 1)
         self.deterministic = setup.deterministic

@@ -1,4 +1,7 @@
-"""One process, nothing to exchange: the reference that every other exchange is held to."""
+"""One process, nothing to exchange: the reference that every other exchange is held to.
+
+When to use: one worker, or to see what the others must compute.
+"""
 
 from __future__ import annotations
 

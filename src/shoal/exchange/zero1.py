@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from shoal.exchange.base import BucketOptions, Setup
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.slices import SliceSums
 from shoal.types import Memory, Promise
@@ -21,9 +20,6 @@ class Zero1(FlatExchange):
 
     promise = Promise.EXACT
     summary = "optimizer state cut over the workers"
-
-    def __init__(self, setup: Setup, options: BucketOptions) -> None:
-        super().__init__(setup, options, owners=setup.world)
 
     def allocate(self) -> list[torch.Tensor]:
         self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]

@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from shoal.exchange.base import BucketOptions, Setup
+from shoal.exchange.base import BucketOptions
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.slices import SliceSums
 from shoal.exchange.zero1 import gather_parameters
@@ -29,9 +29,6 @@ class Zero2(FlatExchange):
     promise = Promise.EXACT
     summary = "optimizer state and gradients cut over the workers"
     reduces_each_micro_batch = True
-
-    def __init__(self, setup: Setup, options: BucketOptions) -> None:
-        super().__init__(setup, options, owners=setup.world)
 
     def allocate(self) -> list[torch.Tensor]:
         self._sums = SliceSums(self.buckets, self.owners.size, self.world.device)

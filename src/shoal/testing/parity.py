@@ -8,7 +8,7 @@ import torch
 
 from shoal.testing.toys import Toy, classify
 from shoal.train.build import Order, build
-from shoal.train.step import run_step
+from shoal.train.step import Parts, run_step
 from shoal.world.world import World
 
 
@@ -31,6 +31,21 @@ def run_toy(
     deterministic: bool = False,
 ) -> Trace:
     """Train a toy in this world; every rank calls it."""
+    parts = toy_parts(world, toy, strategy, accumulate, precision, deterministic)
+    losses = [run_step(parts, number).loss for number in range(steps)]
+    parameters = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
+    return Trace(losses, parameters, parts.exchange.optimizer_state())
+
+
+def toy_parts(
+    world: World,
+    toy: Toy,
+    strategy: str,
+    accumulate: int | None = None,
+    precision: str = "fp64",
+    deterministic: bool = False,
+) -> Parts:
+    """What it takes to train a toy, step by step."""
     order = Order(
         model=toy.model,
         loss=classify,
@@ -49,10 +64,7 @@ def run_toy(
         on_nan="stop",
         deterministic=deterministic,
     )
-    _, parts = build(order, world, record="")
-    losses = [run_step(parts, number).loss for number in range(steps)]
-    parameters = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
-    return Trace(losses, parameters, parts.exchange.optimizer_state())
+    return build(order, world, record="")[1]
 
 
 def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:

@@ -26,8 +26,9 @@ from shoal.world.flags import Flags, supported
 from shoal.world.gloo import Pairs, gloo_backend
 from shoal.world.launch import from_environment
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion, host_key
+from shoal.world.reduce import check_op
 from shoal.world.shm_flat import Batch, as_bytes, cut, numbers
-from shoal.world.shm_ops import Staging, check_op, pieces, region_bytes
+from shoal.world.shm_ops import Staging, pieces, region_bytes
 from shoal.world.shm_work import Driver, SharedWork
 
 NAME = "shoal"

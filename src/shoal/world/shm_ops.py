@@ -15,7 +15,7 @@ hold the same bits, and an all-reduce has the same bits as a reduce-scatter foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from torch.distributed import ReduceOp
 
 from shoal.world.flags import Needs, control_bytes
 from shoal.world.memory import SharedRegion, copy
+from shoal.world.reduce import overlap, reduce_in_order
 
 Rounds = Iterator[Needs | None]
 """A collective under way: each item says "my part of this round is written", and whom to wait for."""
-Combine = Callable[..., Tensor]
 
 HALF = 2 << 20
 """Bytes of one half of one rank's staging area."""
@@ -47,16 +47,6 @@ SLOTS = 12
 CHUNK_SUM = 256 << 10
 """Bytes reduced per step, so that the running result of more than two parts stays in the L2 cache."""
 
-_COMBINE: dict[ReduceOp.RedOpType, Combine] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 _SUM = ReduceOp(ReduceOp.SUM)
 
 
@@ -252,7 +242,7 @@ class Staging:
 
         A scratch tensor holds it where writing `out` early would spoil a later part.
         """
-        aliased = any(_overlap(out, part) for part in parts[2:])
+        aliased = any(overlap(out, part) for part in parts[2:])
         if not aliased and (len(parts) == 2 or out.nbytes <= CHUNK_SUM):
             reduce_in_order(op, parts, out, self.size)
             return
@@ -266,43 +256,9 @@ class Staging:
                 copy(target, total)
 
 
-def reduce_in_order(op: ReduceOp, parts: Sequence[Tensor], out: Tensor, ranks: int) -> None:
-    """out = ((p0 ∘ p1) ∘ p2) ∘ …; `out` may be p0 or p1, but no later part. A mean is one over `ranks`."""
-    kind = _kind(op)
-    combine = _COMBINE[kind]
-    if len(parts) == 1:
-        copy(out, parts[0])
-        return
-    combine(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        combine(out, part, out=out)
-    if kind == ReduceOp.AVG and ranks > 1:
-        whole = not (out.is_floating_point() or out.is_complex())  # whole numbers are cut off, as NCCL does
-        out.div_(ranks, rounding_mode="trunc" if whole else None)
-
-
-def check_op(op: ReduceOp) -> None:
-    """Refuse a reduction that shared memory does not offer, before anything is sent."""
-    if _kind(op) not in _COMBINE:
-        raise NotImplementedError(
-            f"the shoal backend cannot reduce with {_kind(op)}; use SUM and scale yourself."
-        )
-
-
 def pieces(tensor: Tensor, step: int) -> Sequence[Tensor]:
     """`tensor` cut into pieces of `step` elements, the last one shorter."""
     count = tensor.numel()
     if 0 < count <= step:
         return (tensor,)
     return [tensor[start : start + step] for start in range(0, count, step)]
-
-
-def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]  # missing in torch's declarations
-    return kind
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors share bytes."""
-    first, second = a.data_ptr(), b.data_ptr()
-    return first < second + b.nbytes and second < first + a.nbytes

@@ -1,0 +1,76 @@
+"""What every exchange must keep, whoever adds one: tested over the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.exchange import TABLE
+from shoal.testing.parity import toy_parts
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE as TOYS
+from shoal.train.step import Parts, run_step
+from shoal.world.world import World
+
+NAMES = [name for name in TABLE if name != "solo"]
+
+
+def _parameters(parts: Parts) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in parts.model.named_parameters()}
+
+
+def hand_over(world: World) -> dict[tuple[str, str, str], float]:
+    """Train 4 steps under one exchange, move the whole state into another, train 4 more; beside 8 in one go."""
+    gaps = {}
+    for toy in ("unused", "odd", "frozen"):
+        for first in NAMES:
+            parts = toy_parts(world, TOYS[toy], f"{first}(bucket_mb=0.002)")
+            for number in range(4):
+                run_step(parts, number)
+            held, state = _parameters(parts), parts.exchange.optimizer_state()
+            for number in range(4, 8):
+                run_step(parts, number)
+            wanted = _parameters(parts)
+            for second in NAMES:
+                other = toy_parts(world, TOYS[toy], f"{second}(bucket_mb=0.004)")
+                with torch.no_grad():
+                    for name, p in other.model.named_parameters():
+                        p.copy_(held[name])
+                world.barrier()
+                other.exchange.load_optimizer_state(state)
+                for number in range(4, 8):
+                    run_step(other, number)
+                found = _parameters(other)
+                gaps[toy, first, second] = max(float((found[n] - wanted[n]).abs().max()) for n in wanted)
+    return gaps
+
+
+def test_state_moves_between_all_exchanges() -> None:
+    for gaps in spawn(hand_over, 3):
+        for case, gap in gaps.items():
+            assert gap < 1e-13, f"{case}: {gap:.2e}"
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_facts(name: str) -> None:
+    chosen = TABLE[name]
+    one, four = chosen.memory(1e6, 1), chosen.memory(1e6, 4)
+    assert one.parameters == 4e6, "alone, a worker holds all parameters"
+    assert four.total <= one.total + one.buffers
+    assert chosen.summary
+
+
+def touch_once(world: World, name: str) -> list[float]:
+    """bytes_sent of one step, as the report counts them."""
+    parts = toy_parts(world, TOYS["odd"], name)
+    return [float(run_step(parts, number).bytes_sent) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_sent_follow_the_formula(name: str) -> None:
+    """Sharded or not, a step moves about 2 (N-1)/N of the gradient's bytes, or half of it in shared memory."""
+    parameters = sum(p.numel() for p in TOYS["odd"].model().parameters())
+    for sent in spawn(touch_once, 2, name):
+        share = parameters * 8 / 2
+        expected = share if name == "shared" else 2 * share
+        assert expected <= sent[-1] <= expected * 1.5 + 8192
