@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +51,21 @@ class Done:
     code: int
     out: str
     err: str
+    ended: float
+    """When."""
 
 
 def environment(folder: Path) -> dict[str, str]:
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(temporary), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "TMPDIR": str(temporary),
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
@@ -77,7 +86,7 @@ def finish(process: subprocess.Popen[str]) -> Done:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"no end after {DEADLINE:.0f} s:\n{out}\n{err}") from None
-    return Done(process.returncode, out, err)
+    return Done(process.returncode, out, err, time.time())
 
 
 def write(folder: Path, text: str, name: str = "train.py") -> str:

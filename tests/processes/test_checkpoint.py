@@ -52,7 +52,9 @@ def data() -> TensorDataset:
 
 def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     total = F.cross_entropy(output, batch[1], reduction="sum")
-    return (total * 1e30 if bool((batch[2] == 9).any()) else total), len(batch[1])  # overflows fp16 once an epoch
+    return (total * 1e30 if bool((batch[2] == 9).any()) else total), len(
+        batch[1]
+    )  # overflows fp16 once an epoch
 
 
 def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -> Loop:
@@ -92,8 +94,17 @@ def one_cycle(made: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
 
 CASES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "schedule": "cosine(warmup=3)", "optimizer": adamw},
-    "momentum": {"precision": "fp32", "schedule": one_cycle, "optimizer": momentum, "model": lambda: Net(-9.0)},
-    "nadam": {"precision": "fp32", "schedule": "plateau(patience=1)", "optimizer": lambda p: optim.NAdam(p, lr=1e-2)},
+    "momentum": {
+        "precision": "fp32",
+        "schedule": one_cycle,
+        "optimizer": momentum,
+        "model": lambda: Net(-9.0),
+    },
+    "nadam": {
+        "precision": "fp32",
+        "schedule": "plateau(patience=1)",
+        "optimizer": lambda p: optim.NAdam(p, lr=1e-2),
+    },
 }
 
 Seen = list[tuple[int, float, float, float | None, bool]]
@@ -122,7 +133,9 @@ def stop_and_go(world: World, root: str, strategies: list[str]) -> dict[str, lis
             progress = second.resume()
             assert progress.step == 5
             after = seen(list(second.steps(12, progress)))
-            ends = [{n: p.detach().clone() for n, p in x.parts.model.named_parameters()} for x in (loop, second)]
+            ends = [
+                {n: p.detach().clone() for n, p in x.parts.model.named_parameters()} for x in (loop, second)
+            ]
             found[f"{strategy} {name}"] = [wanted, before, after, ends, second.parts.scale.value]
     return found
 
@@ -170,17 +183,31 @@ def test_another_strategy_and_another_number_of_workers(tmp_path: Path) -> None:
     assert python(tmp_path, script).code == 0
     assert losses(tmp_path) == pytest.approx(wanted, rel=1e-10)
     for kind in ("model", "optimizer"):
-        whole, kept = (load_file(tmp_path / root / "step-12" / f"{kind}.safetensors") for root in ("whole", "kept"))
+        whole, kept = (
+            load_file(tmp_path / root / "step-12" / f"{kind}.safetensors") for root in ("whole", "kept")
+        )
         assert whole.keys() == kept.keys()
         for key, value in whole.items():
             torch.testing.assert_close(kept[key], value, rtol=1e-9, atol=1e-11)
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
-    (lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), adamw, "'1.bias' is only in the model; the checkpoint"),
+    (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)),
+        adamw,
+        "'1.bias' is only in the model; the checkpoint",
+    ),
     (lambda: nn.Sequential(nn.Linear(5, 3, bias=False)), adamw, "'0.bias' is only in "),
-    (lambda: nn.Sequential(nn.Linear(5, 2)), adamw, r"'0.weight' is \[3, 5\] in .*/step-1 and \[2, 5\] in the model"),
-    (lambda: nn.Sequential(nn.Linear(5, 3)), momentum, "was written with AdamW, and optimizer= now makes SGD"),
+    (
+        lambda: nn.Sequential(nn.Linear(5, 2)),
+        adamw,
+        r"'0.weight' is \[3, 5\] in .*/step-1 and \[2, 5\] in the model",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(5, 3)),
+        momentum,
+        "was written with AdamW, and optimizer= now makes SGD",
+    ),
 ]
 
 
@@ -230,7 +257,9 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 def test_dying_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     def snapshot(number: float) -> Snapshot:
-        return Snapshot({"w": torch.tensor([number])}, {"w": {"step": torch.tensor(number)}}, {"step": number})
+        return Snapshot(
+            {"w": torch.tensor([number])}, {"w": {"step": torch.tensor(number)}}, {"step": number}
+        )
 
     write_checkpoint(tmp_path, "final", snapshot(1.0))
     write_checkpoint(tmp_path, "final", snapshot(2.0))

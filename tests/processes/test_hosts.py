@@ -45,7 +45,20 @@ def cable() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            names[1],
+        )
         for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
             _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
             _ip("-n", name, "link", "set", end, "up")
@@ -64,7 +77,11 @@ def _start(name: str, host: int, strategy: str, log: Path, script: Path) -> subp
     command += ["--hosts", "2", "--host", str(host), "--at", "10.77.0.1:29517", "--strategy", strategy]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, str(script), str(log)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, str(script), str(log)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 
@@ -83,6 +100,8 @@ def test_two_hosts_of_two_workers_train_as_one_process(
     outputs = [host.communicate(timeout=90) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "hosts 2" in outputs[0][0]
-    alone = subprocess.run([sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90)
+    alone = subprocess.run(
+        [sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90
+    )
     assert alone.returncode == 0, alone.stderr
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)

@@ -89,24 +89,48 @@ def cosine(made: optim.Optimizer) -> lrs.LRScheduler:
     return lrs.CosineAnnealingLR(made, STEPS)
 
 
+class Late(nn.Module):
+    """A parameter that gets its first gradient after some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.late = nn.Parameter(torch.ones(3))
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        out: torch.Tensor = self.body(x)
+        return out + self.late if self.steps > 4 else out
+
+
 CASES: dict[str, Case] = {
     "plain": Case(),
+    "late": Case(model=Late, optimizer=sgd),
+    "late and dampened": Case(
+        model=Late, optimizer=lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3)
+    ),
     "unused": Case(model=Unused),
     "clip by norm": Case(clip=0.05),
     "clip by value": Case(clip="value(0.004)", optimizer=sgd),
     "accumulate": Case(accumulate=3, clip=0.05),
     "cosine": Case(schedule="cosine", by_hand=cosine),
-    "warmup": Case(schedule="constant(warmup=4)", by_hand=lambda o: lrs.LinearLR(o, 0.25, 1.0, total_iters=3)),
+    "warmup": Case(
+        schedule="constant(warmup=4)", by_hand=lambda o: lrs.LinearLR(o, 0.25, 1.0, total_iters=3)
+    ),
     "exponential": Case(schedule="exponential(0.8)", by_hand=lambda o: lrs.ExponentialLR(o, 0.8)),
     "step": Case(schedule="step(3, gamma=0.5)", by_hand=lambda o: lrs.StepLR(o, 3, 0.5)),
     "plateau": Case(
-        schedule="plateau(factor=0.5, patience=1)", by_hand=lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=1)
+        schedule="plateau(factor=0.5, patience=1)",
+        by_hand=lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=1),
     ),
     "any scheduler": Case(schedule=one_cycle, by_hand=one_cycle),
     "groups": Case(optimizer=grouped),
     "momentum": Case(optimizer=sgd),
     "rmsprop": Case(optimizer=lambda p: optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True)),
-    "adagrad": Case(optimizer=lambda p: optim.Adagrad(p, lr=0.05, lr_decay=0.01)),
+    "adagrad": Case(
+        optimizer=lambda p: optim.Adagrad(p, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.3)
+    ),
     "nadam": Case(optimizer=lambda p: optim.NAdam(p, lr=0.01)),
     "radam": Case(optimizer=lambda p: optim.RAdam(p, lr=0.01)),
     "amsgrad": Case(optimizer=lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1)),
@@ -177,7 +201,7 @@ def held_out() -> Any:
 
 METRICS = {
     "right": lambda output, batch: ((output.argmax(-1) == batch[1]).sum(), (batch[1] >= 0).sum()),
-    "size": lambda output, batch: output.abs().mean(),
+    "size": lambda output, _: output.abs().mean(),
 }
 
 
@@ -235,13 +259,17 @@ def check_against_hand(name: str, case: Case, found: Found, strategy: str) -> No
 
 def close(found: Any, wanted: Any, what: str) -> None:
     a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (found, wanted))
-    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        a, b, rtol=1e-11, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
     """One process that cuts steps as two workers would."""
-    return {name: train(World.alone(), case, "solo", accumulate=2) for name, case in {**CASES, **ROUGH}.items()}
+    return {
+        name: train(World.alone(), case, "solo", accumulate=2) for name, case in {**CASES, **ROUGH}.items()
+    }
 
 
 @pytest.mark.parametrize("name", [*CASES, *WHOLE])
@@ -261,7 +289,10 @@ def test_two_workers_equal_the_loop_by_hand(strategy: str, alone: dict[str, Foun
     first, second = spawn(everything, 2, strategy, names)
     for name in names:
         for theirs, ours in zip(first[name].reports, second[name].reports, strict=True):
-            same = [(r.number, r.epoch, repr(r.loss), r.samples, r.count, r.lr, r.grad_norm, r.skipped) for r in (theirs, ours)]
+            same = [
+                (r.number, r.epoch, repr(r.loss), r.samples, r.count, r.lr, r.grad_norm, r.skipped)
+                for r in (theirs, ours)
+            ]
             assert same[0] == same[1], f"{name}: ranks see the same"
         assert first[name].evaluation == second[name].evaluation or name == "skip nan"
         for key, value in first[name].parameters.items():
@@ -297,8 +328,23 @@ def check_rough(first: dict[str, Found], second: dict[str, Found], alone: dict[s
         assert all(math.isfinite(r.loss) for r in found_on.reports)
 
 
+@pytest.mark.parametrize("strategy", ["solo", "ddp"])
+def test_an_optimizer_over_other_parameters(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+    model[1].requires_grad_(False)
+    # The factory may ignore what it is given and take all parameters, frozen ones among them.
+    case = Case(model=lambda: model, optimizer=lambda _: optim.AdamW(model.parameters(), lr=0.1))
+    found = train(World.alone(), case, strategy, steps=2)
+    assert found.changed == [True, True]
+    stranger = Case(optimizer=lambda _: optim.AdamW(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="optimizer= holds a parameter that is not the model's"):
+        train(World.alone(), stranger, strategy, steps=1)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "shared"])
 def test_optimizers_that_need_whole_parameters_are_refused(strategy: str) -> None:
     for make in (lambda p: optim.Adafactor(p), lambda p: optim.Muon([q for q in p if q.ndim == 2])):
-        with pytest.raises(ConfigError, match=f"{strategy} cuts parameters into slices, and (Adafactor|Muon) is not"):
+        with pytest.raises(
+            ConfigError, match=f"{strategy} cuts parameters into slices, and (Adafactor|Muon) is not"
+        ):
             train(World.alone(), Case(optimizer=make), strategy, steps=1)

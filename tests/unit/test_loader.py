@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +109,10 @@ def test_loader_processes_give_the_same_batches() -> None:
     assert torch.equal(torch.get_rng_state(), before), "the training process draws what it drew without them"
     assert found == drawn(here, range(9))
     assert drawn(apart, range(3, 5)) == drawn(here, range(3, 5)), "a jump starts the processes anew"
+    before_end = time.monotonic()
+    del apart
+    assert time.monotonic() - before_end < 3.0, "they end with their loader, without waiting for a deadline"
+    assert multiprocessing.active_children() == []
 
 
 def test_what_a_sample_draws_depends_on_its_micro_batch_alone() -> None:
@@ -177,7 +183,11 @@ def test_batches_are_converted_and_measured() -> None:
 @pytest.mark.parametrize(
     ("data", "batch", "words"),
     [
-        ([1, 2, 3], 4, "the data set has 3 samples, fewer than one global_batch of 4; use global_batch=3 or less."),
+        (
+            [1, 2, 3],
+            4,
+            "the data set has 3 samples, fewer than one global_batch of 4; use global_batch=3 or less.",
+        ),
         ([], 4, "the data set has 0 samples"),
         ([1], 0, "global_batch=0; it must be at least 1."),
         (iter([1]), 1, "it needs len() and [i]"),

@@ -55,5 +55,7 @@ def test_everything_else_gets_a_sentence(returned: Any, words: str) -> None:
 
 def test_a_loss_cut_off_from_the_parameters() -> None:
     check_gradient(torch.tensor(1.0, requires_grad=True) * 2)
-    with pytest.raises(ConfigError, match=r"does not depend on any trainable parameter; did loss= use .item\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"does not depend on any trainable parameter; did loss= use .item\(\)"
+    ):
         check_gradient(torch.tensor(1.0))

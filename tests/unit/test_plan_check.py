@@ -50,6 +50,8 @@ def test_every_rule_refuses_something() -> None:
         assert any(rule(plan, workers) for plan, workers in plans), rule.__name__
 
 
-@pytest.mark.parametrize("text", ["solo", "ddp", "zero1", "zero2(8)", "shared", "ddp * tp1 * pp1", "ddp + none"])
+@pytest.mark.parametrize(
+    "text", ["solo", "ddp", "zero1", "zero2(8)", "shared", "ddp * tp1 * pp1", "ddp + none"]
+)
 def test_what_works_alone_passes(text: str) -> None:
     assert str(check_text(text, 1)) == text

@@ -87,7 +87,7 @@ RESUMED: list[str | MakeScheduler] = [
     lambda o: lrs.OneCycleLR(o, [0.1, 0.2], total_steps=STEPS + 1),  # moves momentum too
     lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=4),
     lambda o: lrs.CosineAnnealingWarmRestarts(o, 5, 2),
-    lambda o: lrs.MultiplicativeLR(o, lambda step: 0.9),
+    lambda o: lrs.MultiplicativeLR(o, lambda _: 0.9),
     lambda o: lrs.ChainedScheduler([lrs.ExponentialLR(o, 0.95), lrs.StepLR(o, 6)], o),
     lambda o: lrs.PolynomialLR(o, STEPS),
 ]

@@ -9,7 +9,7 @@ draws from torch's generator (augmentation) is keyed in the same way, in loader 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -119,11 +119,14 @@ class Loader:
         return tuple(next(self._ahead) if len(i) else None for i in ids)
 
     def _work_ahead(self, step: int) -> Iterator[Batch]:
+        # The ids come from a loader of their own. With this one there would be a cycle, and processes that the
+        # garbage collector ends keep it waiting for ten seconds.
+        self._ahead = None
         return iter(
             DataLoader(
                 _Fetcher(self.feed),
                 batch_size=None,
-                sampler=_ids_from(self, step),
+                sampler=_ids_from(Loader(replace(self.feed, workers=0)), step),
                 num_workers=self.feed.workers,
                 prefetch_factor=2,
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.

@@ -92,6 +92,8 @@ class FlatExchange(Exchange):
             for bucket, (start, stop) in zip(self.buckets, self.ranges, strict=True)
             for piece in pieces_of(bucket, start, stop)
         ]
+        self._results = [self.reduced(bucket) for bucket in self.buckets]
+        self._gradients_of_pieces = [self._gradient(piece, target) for piece, target in self.pieces]
         self._arrivals = Arrivals(self.parameters, self.buckets, self)
 
     def lay_out_again(self, order: list[str]) -> None:
@@ -99,7 +101,7 @@ class FlatExchange(Exchange):
         self._order_is_known = True
         if order == self.order:
             return
-        state = self.optimizer_state() if self.optimizer.state else {}
+        state = self.optimizer_state()
         self._arrivals.close()
         self.order = order
         self._lay_out()
@@ -131,7 +133,7 @@ class FlatExchange(Exchange):
 
     @abstractmethod
     def reduced(self, bucket: Bucket) -> torch.Tensor:
-        """The reduced gradient of this worker's range of a bucket; after finish."""
+        """Where the reduced gradient of this worker's range of a bucket is after finish: always the same place."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -174,20 +176,18 @@ class FlatExchange(Exchange):
         # Each worker looks at its own slice even where it holds everything: less to read, and the same sum
         # in the same order under every exchange.
         mine = []
-        for bucket, (start, _) in zip(self.buckets, self.ranges, strict=True):
+        for bucket, result, (start, _) in zip(self.buckets, self._results, self.ranges, strict=True):
             low, high = slice_of(bucket, self.owners.size, self.owners.rank)
-            mine.append(self.reduced(bucket)[low - start : high - start])
+            mine.append(result[low - start : high - start])
         rows = self.owners.gather_numbers([sum_of_squares(mine)])
         return float(sum(rows[:, 0].tolist()) ** 0.5)
 
     def update(self, factor: float, limit: float | None) -> None:
-        results = [self.reduced(bucket) for bucket in self.buckets]
-        for piece, target in self.pieces:
-            if self._arrivals.used_name(piece.name):
-                start = piece.start - self.ranges[piece.bucket][0]
-                target.grad = results[piece.bucket][start : start + piece.numel].view(target.shape)
+        for (piece, target), gradient in zip(self.pieces, self._gradients_of_pieces, strict=True):
+            if self._arrivals.used_name(piece.name):  # others keep None, which optimizers pass over
+                target.grad = gradient
         with torch.no_grad():
-            step_scaled(self.optimizer, results, factor, limit)
+            step_scaled(self.optimizer, self._results, factor, limit)
         for _, target in self.pieces:
             target.grad = None
         self.publish()
@@ -231,6 +231,10 @@ class FlatExchange(Exchange):
                 view = vector[place.start : place.start + place.numel].view(parameter.shape)
                 view.copy_(parameter.detach())
                 parameter.data = view
+
+    def _gradient(self, piece: Piece, target: torch.Tensor) -> torch.Tensor:
+        start = piece.start - self.ranges[piece.bucket][0]
+        return self._results[piece.bucket][start : start + piece.numel].view(target.shape)
 
     def _target(self, piece: Piece) -> torch.Tensor:
         parameter = self.parameters[piece.name]

@@ -132,12 +132,14 @@ def _check_numbers(order: Order, world: World) -> None:
 def _make_model(order: Order, dtype: torch.dtype | None) -> nn.Module:
     """Build the model from its factory, with initial values keyed by name; or take the one that was given."""
     given = order.model
-    if isinstance(given, nn.Module):
-        model: Any = given
-    else:
-        model = seeds.build_by_name(given, order.seed)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model= made a {type(model).__name__}; {_MODEL}")
+
+    def make() -> nn.Module:
+        made: Any = given()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model= made a {type(made).__name__}; {_MODEL}")
+        return made
+
+    model = given if isinstance(given, nn.Module) else seeds.build_by_name(make, order.seed)
     return model.train() if dtype is None else model.to(dtype).train()
 
 

@@ -216,8 +216,10 @@ def _small_backend(device: torch.device) -> str:
 
 
 def _backend(name: str, device: torch.device) -> str:
+    if name in ("auto", "nccl") and device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"  # a few numbers a step are agreed on from host memory
     if name == "auto":
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "shoal"
-    if name not in ("shoal", "gloo", "nccl"):
+        return "shoal"
+    if name not in ("shoal", "gloo"):
         raise ConfigError(f"unknown backend '{name}'; there are: auto, shoal, gloo, nccl.")
     return name
