@@ -49,6 +49,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         ({"global_batch": 21}, "the data set has 20 samples, fewer than one global_batch of 21"),
         ({"accumulate": 9}, "global_batch=8 cannot be cut into 1 workers × 9 micro-batches = 9 parts"),
         ({"accumulate": 0}, "accumulate=0; it must be at least 1."),
+        ({"loader_workers": -1}, "loader_workers=-1; it must be at least 0."),
         ({"strategy": "zero7"}, "unknown exchange 'zero7'; did you mean"),
         ({"strategy": "ddp * tp2"}, "tp2 needs a multiple of 2 workers; you have 1. Use --workers 2."),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),

@@ -42,6 +42,7 @@ from shoal.exchange.optimizer import (
     make_optimizer,
     move_optimizer,
     names_in_groups,
+    prepare_momentum,
     refuse_unless_elementwise,
     step_scaled,
 )
@@ -70,7 +71,7 @@ class FlatExchange(Exchange):
         made = make_optimizer(setup.make_optimizer, self.parameters)
         if not self.whole_updates:
             refuse_unless_elementwise(made, type(self).__name__.lower())
-        self._groups = names_in_groups(made, self.parameters)
+        self._groups = names_in_groups(made, self.parameters, setup.model)
         self.order = list(reversed(self.parameters))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._order_is_known = False
@@ -109,6 +110,7 @@ class FlatExchange(Exchange):
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = [t for name in names for t in targets.get(name, ())]
         self.optimizer.state.clear()
+        prepare_momentum(self.optimizer)
         self.load_optimizer_state(state)
 
     def _targets(self) -> dict[str, list[torch.Tensor]]:

@@ -9,6 +9,7 @@ element alone; ELEMENTWISE lists torch's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -31,6 +32,7 @@ ELEMENTWISE = (
 )
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 """These have one kernel for the whole update, five times faster than the plain loop on a CPU."""
+_FIRST = "initial_accumulator_value"
 
 
 def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> optim.Optimizer:
@@ -50,10 +52,18 @@ def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) 
     return made
 
 
-def names_in_groups(optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Which parameters the user's factory put into each group."""
+def names_in_groups(
+    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module
+) -> list[list[str]]:
+    """Which trainable parameters the user's factory put into each group; frozen ones have no part in it."""
     name_of = {id(p): name for name, p in parameters.items()}
-    return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    known = {id(p) for p in model.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "optimizer= holds a parameter that is not the model's; build it from the parameters it is given, as in "
+            "lambda params: torch.optim.AdamW(params, lr=3e-4)."
+        )
+    return [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
 
 
 def refuse_unless_elementwise(optimizer: optim.Optimizer, exchange: str) -> None:
@@ -79,12 +89,18 @@ def move_optimizer(
     ]
     for group in groups:
         group.pop("param_names", None)
-    if type(optimizer) in FUSED and all(_may_fuse(group) for group in groups):
+    kind: Any = type(optimizer)
+    # Adagrad alone takes this from its constructor and not from the group.
+    first = {_FIRST: optimizer.defaults[_FIRST]} if kind is optim.Adagrad else {}
+    if kind in FUSED and all(_may_fuse(group) for group in groups):
         for group in groups:
             group["fused"] = True
-        return type(optimizer)(groups, fused=True)  # type: ignore[call-arg]
-    if type(optimizer) in ELEMENTWISE:
-        return type(optimizer)(groups)  # type: ignore[call-arg]
+        made: optim.Optimizer = kind(groups, fused=True, **first)
+        prepare_momentum(made)
+        return made
+    if kind in ELEMENTWISE:
+        plain: optim.Optimizer = kind(groups, **first)
+        return plain
     # An optimizer we do not know: keep the object, which may carry settings of its own, and swap its tensors.
     for old, new in zip(optimizer.param_groups, groups, strict=True):
         old["params"] = new["params"]
@@ -97,7 +113,21 @@ def _may_fuse(group: Mapping[str, object]) -> bool:
     )
     tensors = group["params"]
     assert isinstance(tensors, list)
-    return not asked and group.get("fused") is not False and all(t.is_floating_point() for t in tensors)
+    # The first momentum is not dampened; see prepare_momentum for what that would need here.
+    dampened = group.get("momentum") and group.get("dampening")
+    allowed = group.get("fused") is not False and all(t.is_floating_point() for t in tensors)
+    return bool(allowed and not asked and not dampened)
+
+
+def prepare_momentum(optimizer: optim.Optimizer) -> None:
+    """Start fused SGD's momentum at zero: its kernel cannot take a tensor that joins later than others.
+
+    The result is the same: the first momentum is the gradient either way.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, optim.SGD) and group["fused"] and group["momentum"]:
+            for tensor in group["params"]:
+                optimizer.state[tensor].setdefault("momentum_buffer", torch.zeros_like(tensor))
 
 
 def step_scaled(

@@ -20,7 +20,7 @@ from shoal.exchange.base import (
     sum_of_squares,
     trainable,
 )
-from shoal.exchange.optimizer import make_optimizer, move_optimizer, names_in_groups, step_scaled
+from shoal.exchange.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
 from shoal.types import Memory, Promise
 
 
@@ -35,7 +35,7 @@ class Solo(Exchange):
         del options
         self._parameters = trainable(setup.model)
         made = make_optimizer(setup.make_optimizer, self._parameters)
-        groups = names_in_groups(made, self._parameters)
+        groups = names_in_groups(made, self._parameters, setup.model)
         self.optimizer = move_optimizer(made, groups, {name: [p] for name, p in self._parameters.items()})
 
     order: tuple[str, ...] = ()
@@ -51,6 +51,12 @@ class Solo(Exchange):
         back_propagate(loss, weight)
 
     def finish(self, tally: Tally) -> Tally:
+        if (
+            type(self.optimizer) in ELEMENTWISE
+        ):  # their kernels take dense gradients; SparseAdam takes the others
+            for p in self._parameters.values():
+                if p.grad is not None and p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()
         return tally
 
     def norm(self) -> float:

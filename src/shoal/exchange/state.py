@@ -59,7 +59,7 @@ def cut_state(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> No
         shape = kept.parameters[piece.name].shape
         mine: dict[str, torch.Tensor] = {}
         for key, value in state[piece.name].items():
-            if value.shape == shape and value.dim() > 0:
+            if value.shape == shape and key != "step":  # which looks alike where the parameter is one number
                 part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
                 mine[key] = part.reshape(target.shape).to(target.device, copy=True)
             else:

@@ -121,6 +121,8 @@ def _check_numbers(order: Order, world: World) -> None:
         raise ConfigError(f"on_nan='{order.on_nan}'; it is 'stop' or 'skip'.")
     if order.accumulate < 1:
         raise ConfigError(f"accumulate={order.accumulate}; it must be at least 1.")
+    if order.loader_workers < 0:
+        raise ConfigError(f"loader_workers={order.loader_workers}; it must be at least 0.")
     needed = world.size * order.accumulate
     if order.global_batch < needed:
         raise ConfigError(

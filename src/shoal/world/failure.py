@@ -19,9 +19,13 @@ def end_in_one_sentence(rank: int) -> None:
         if not isinstance(error, ShoalError):
             before(kind, error, trace)
             return
-        print(f"shoal: {error}" if rank == 0 else f"shoal: rank {rank}: {error}", file=sys.stderr)
+        # torch.distributed wraps this hook in one that holds back what goes to sys.stderr.
+        print(
+            f"shoal: {error}" if rank == 0 else f"shoal: rank {rank}: {error}",
+            file=sys.__stderr__,
+            flush=True,
+        )
         sys.stdout.flush()
-        sys.stderr.flush()
         # An excepthook cannot choose the exit code, and peers may be gone: nothing is left to tidy up.
         os._exit(error.exit_code)
 

@@ -11,6 +11,9 @@ the collective is issued, and the rest be done by another thread.
 
 Reductions always run in rank order, ((r0 + r1) + r2) + …, whatever the collective and the size. So all ranks
 hold the same bits, and an all-reduce has the same bits as a reduce-scatter followed by an all-gather.
+
+What goes into a staging area is written by torch's `copy_`, with plain stores, because the peers should find it
+in the cache. What comes out goes through `memory.copy`, libc's memcpy, which may stream past the cache.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ _SUM = ReduceOp(ReduceOp.SUM)
 
 def region_bytes(size: int) -> int:
     """Bytes a group of `size` ranks shares: control page, staging areas, and the slots of the line."""
-    return control_bytes(size) + size * 2 * HALF + (SLOTS * LINE if size > 2 else 0)
+    return control_bytes(size) + size * 2 * HALF + SLOTS * LINE
 
 
 class Staging:
@@ -76,16 +79,39 @@ class Staging:
         """Every rank's `tensor` becomes the reduction of all."""
         if self.size == 1:
             return
-        if self.size > 2 and tensor.nbytes * self.size > ALL_READ_ALL:
-            yield from self._all_reduce_in_line(tensor, op)
+        if tensor.nbytes * self.size > ALL_READ_ALL:
+            yield from (self._all_reduce_in_turns if self.size == 2 else self._all_reduce_in_line)(tensor, op)
             return
         each = max(CHUNK_PAIR // 4, min(CHUNK_PAIR, tensor.nbytes // 4))
         for chunk in pieces(tensor, each // tensor.element_size()):
             count = chunk.numel()
             parts = [area[:count] for area in self._next(tensor.dtype)]
-            copy(parts[self.rank], chunk)
+            parts[self.rank].copy_(chunk)
             yield None
             self._reduce(op, parts, chunk)
+
+    def _all_reduce_in_turns(self, tensor: Tensor, op: ReduceOp) -> Rounds:
+        """Two ranks: of each pair of chunks one is led by each; its leader lays it out, the other adds its own.
+
+        Both then copy the result out of the slot. Every element is copied in once, added once and copied out
+        twice, half of that by each rank; if both laid out everything, it would be added twice as well.
+        """
+        each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()
+        chunks = pieces(tensor, each)
+        slots = self._slots(tensor.dtype)
+        self._next(tensor.dtype)
+        pairs = (len(chunks) + 1) // 2
+        for turn in range(pairs + 1):
+            led, theirs, done = 2 * turn + self.rank, 2 * turn + 1 - self.rank, 2 * turn - 2 + self.rank
+            if led < len(chunks):
+                slots[led % 4][: chunks[led].numel()].copy_(chunks[led])
+            yield None  # the other has laid out its chunk, and added to mine of the turn before
+            if 0 <= done < len(chunks):
+                copy(chunks[done], slots[done % 4][: chunks[done].numel()])
+            if theirs < len(chunks):
+                slot = slots[theirs % 4][: chunks[theirs].numel()]
+                reduce_in_order(op, (slot, chunks[theirs]), slot, 2)  # two terms have no order to keep
+                copy(chunks[theirs], slot)
 
     def _all_reduce_in_line(self, tensor: Tensor, op: ReduceOp) -> Rounds:
         """One running result per chunk goes down the line of ranks; each adds its own, later all copy it.
@@ -112,12 +138,12 @@ class Staging:
             if step < len(chunks):
                 slot, chunk = slots[step % SLOTS][: chunks[step].numel()], chunks[step]
                 if me == 0:
-                    copy(slot, chunk)
+                    slot.copy_(chunk)
                 elif me < n - 1:
                     reduce_in_order(op, (slot, chunk), slot, 1)
                 else:  # the last rank has the result at once
                     reduce_in_order(op, (slot, chunk), chunk, n)
-                    copy(slot, chunk)
+                    slot.copy_(chunk)
             if step >= LAG and me < n - 1:
                 copy(chunks[step - LAG], slots[(step - LAG) % SLOTS])
 
@@ -129,7 +155,7 @@ class Staging:
             target = out[start : start + step]
             count = target.numel()
             for peer in self.peers:
-                copy(areas[self.rank][peer * step : peer * step + count], inputs[peer][start : start + step])
+                areas[self.rank][peer * step : peer * step + count].copy_(inputs[peer][start : start + step])
             yield None
             parts = [area[self.rank * step : self.rank * step + count] for area in areas]
             parts[self.rank] = inputs[self.rank][start : start + step]
@@ -157,7 +183,7 @@ class Staging:
         for chunk in pieces(data, HALF):
             area = self._next(torch.uint8)[root][: chunk.numel()]
             if self.rank == root:
-                copy(area, chunk)
+                area.copy_(chunk)
             yield None
             if self.rank != root:
                 copy(chunk, area)

@@ -200,8 +200,12 @@ class World:
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cuda":
-        return torch.device(name)
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"device '{name}' is not to be had here; use device='auto', 'cpu' or, with cards, 'cuda'."
+        )
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"worker {local_rank} of this host has no card: {torch.cuda.device_count()} found; "
@@ -220,6 +224,8 @@ def _backend(name: str, device: torch.device) -> str:
         return "cpu:gloo,cuda:nccl"  # a few numbers a step are agreed on from host memory
     if name == "auto":
         return "shoal"
+    if name == "nccl":
+        raise ConfigError("backend 'nccl' needs cards, and this run is on the CPU; use backend='auto'.")
     if name not in ("shoal", "gloo"):
         raise ConfigError(f"unknown backend '{name}'; there are: auto, shoal, gloo, nccl.")
     return name
