@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal import seeds
 from shoal.data.batch import Batch, Collate
 from shoal.data.order import GlobalOrder, Ids, split
-from shoal.data.source import Source, check_source, fetch
+from shoal.data.source import Source, check_source, fetch, is_plain
 
 _WINDOW = 8192
 """Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
@@ -70,6 +70,8 @@ class Loader:
         self._order = GlobalOrder(self._count, feed.seed, feed.shuffle)
         self.steps_per_epoch = -(-self._count // feed.global_batch)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
+        self._cuts: dict[int, list[tuple[int, int]]] = {}
+        self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
         self._expected = -1
 
@@ -81,10 +83,11 @@ class Loader:
         if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
-            prepare = _Fetcher(self.feed)
             batches = tuple(
-                prepare[step, number, some] if len(some) else None
-                for number, some in enumerate(ids, self.first)
+                [
+                    self._prepare[step, number, some] if len(some) else None
+                    for number, some in enumerate(ids, self.first)
+                ]
             )
         return Portion(epoch, stop - start, batches, self.first)
 
@@ -98,8 +101,11 @@ class Loader:
         return start, min(start + self.feed.global_batch, self._count)
 
     def _micro_ids(self, epoch: int, start: int, stop: int) -> list[Ids]:
-        total = self.feed.size * self.feed.accumulate
-        cuts = [split(stop - start, total, self.first + i) for i in range(self.feed.accumulate)]
+        cuts = self._cuts.get(stop - start)  # of two sizes at most: a full batch, and the last of an epoch
+        if cuts is None:
+            total = self.feed.size * self.feed.accumulate
+            cuts = [split(stop - start, total, self.first + i) for i in range(self.feed.accumulate)]
+            self._cuts[stop - start] = cuts
         low, high = start + cuts[0][0], start + cuts[-1][1]
         mine = self._ids(epoch, low, high)
         return [mine[start + a - low : start + b - low] for a, b in cuts]
@@ -156,5 +162,6 @@ class _Fetcher(Dataset[Batch]):
 
     def __getitem__(self, wanted: Wanted) -> Batch:
         step, number, ids = wanted
-        seeds.set_stream(self._feed.seed, "data", step, number)
+        if not is_plain(self._feed.data, self._feed.collate):  # plain tensors draw nothing
+            seeds.set_stream(self._feed.seed, "data", step, number)
         return fetch(self._feed.data, ids, self._feed.collate)

@@ -34,11 +34,21 @@ def check_source(data: Source, global_batch: int) -> None:
         )
 
 
+def is_plain(data: Source, collate: Collate | None) -> bool:
+    """Whether batches are rows of tensors and nothing of the user's runs to make one."""
+    return (
+        collate is None
+        and isinstance(data, TensorDataset)
+        and type(data).__getitem__ is TensorDataset.__getitem__
+    )
+
+
 def fetch(data: Source, ids: Ids, collate: Collate | None) -> Batch:
     """One batch of the given samples."""
-    if collate is None and type(data) is TensorDataset:
+    if is_plain(data, collate):
         rows = torch.from_numpy(ids)
-        return tuple([tensor.index_select(0, rows) for tensor in data.tensors])  # not a sample at a time
+        tensors: tuple[torch.Tensor, ...] = data.tensors  # type: ignore[attr-defined]
+        return tuple([tensor.index_select(0, rows) for tensor in tensors])  # not a sample at a time
     many = getattr(data, "__getitems__", None)  # torch's own protocol for fetching several samples at once
     samples = many(ids.tolist()) if many is not None else [data[i] for i in ids.tolist()]
     return (collate or default_collate)(samples)

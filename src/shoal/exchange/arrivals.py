@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -46,7 +46,7 @@ class Arrivals:
         self._handles: list[Handle] = []
         self._next = 0
         self._reduce = False
-        self._listener: dict[str, None] | None = None
+        self._open = False
         self._hooks = [
             self._watch(bucket, slot, place.name)
             for bucket in buckets
@@ -57,15 +57,6 @@ class Arrivals:
         """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
-
-    @contextmanager
-    def only_listening(self, names: dict[str, None]) -> Iterator[None]:
-        """Write down who arrives, in order, and drop what they bring."""
-        self._listener = names
-        try:
-            yield
-        finally:
-            self._listener = None
 
     def used_name(self, name: str) -> bool:
         return self.used[self._index[name]]
@@ -82,9 +73,11 @@ class Arrivals:
         self._missing = [len(b.places) for b in self._buckets]
         self._next = 0
         self._reduce = reduce
+        self._open = True
 
     def close_micro_batch(self) -> None:
         """Send what backward left incomplete: parameters without a gradient here count as zero."""
+        self._open = False
         while self._reduce and self._next < len(self._buckets):
             self._send(self._buckets[self._next])
 
@@ -97,37 +90,41 @@ class Arrivals:
         self._handles = []
 
     def _watch(self, bucket: Bucket, slot: int, name: str) -> RemovableHandle:
-        index = self._index[name]
+        # A hook lives as long as its parameter. It must not keep us alive with it, and gradients that somebody
+        # else's backward pass brings are not for us.
+        watcher = weakref.ref(self)
 
         def arrived(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
-            if self._listener is not None:
-                self._listener[name] = None
-                return
-            if gradient is None:
-                return
-            if self._reduce and bucket.index < self._next:
-                raise ConfigError(
-                    f"parameter '{name}' got a second gradient after its bucket had left; does the model use "
-                    "reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False."
-                )
-            view = self._slots(bucket)[slot]
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            if self._filled[index]:
-                view.add_(dense)
-            else:
-                view.copy_(dense)
-            self._filled[index] = self.used[index] = True
-            if not self._arrived[index]:
-                self._arrived[index] = True
-                self._missing[bucket.index] -= 1
-            while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:
-                self._send(self._buckets[self._next])
+            here = watcher()
+            if here is not None and here._open:
+                here._arrived_at(bucket, slot, name, parameter)
 
         parameter = self._parameters[name]
         hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return hook
+
+    def _arrived_at(self, bucket: Bucket, slot: int, name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if self._reduce and bucket.index < self._next:
+            raise ConfigError(
+                f"parameter '{name}' got a second gradient after its bucket had left; does the model use "
+                "reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        index = self._index[name]
+        view = self._slots(bucket)[slot]
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if self._filled[index]:
+            view.add_(dense)
+        else:
+            view.copy_(dense)
+        self._filled[index] = self.used[index] = True
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self._missing[bucket.index] -= 1
+        while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:
+            self._send(self._buckets[self._next])
 
     def _slots(self, bucket: Bucket) -> list[torch.Tensor]:
         """Views of the bucket's current vector, one per parameter."""

@@ -118,10 +118,10 @@ class Exchange(ABC):
         """Bytes per worker for so many parameters; Adam keeps two numbers of state per parameter."""
 
 
-def back_propagate(loss: torch.Tensor | None, weight: float, again: bool = False) -> None:
-    """The backward pass of loss × weight; `again`: another one will follow over the same graph."""
+def back_propagate(loss: torch.Tensor | None, weight: float) -> None:
+    """The backward pass of loss × weight."""
     if loss is not None:
-        loss.backward(torch.full_like(loss, weight), retain_graph=again)  # type: ignore[no-untyped-call]
+        loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -25,6 +25,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from shoal.exchange.arrivals import Arrivals
 from shoal.exchange.base import (
@@ -43,11 +44,14 @@ from shoal.exchange.optimizer import (
     move_optimizer,
     names_in_groups,
     prepare_momentum,
+    refuse_sparse,
     refuse_unless_elementwise,
     step_scaled,
 )
+from shoal.exchange.readiness import ForwardOrder
 from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.world.buckets import Bucket, Piece, lay_out, pieces_of, slice_of
+from shoal.world.memory import SharedMemoryUnavailable
 from shoal.world.world import Handle, World
 
 
@@ -69,12 +73,15 @@ class FlatExchange(Exchange):
         self.parameters = trainable(setup.model)
         self._capacity = int(options.bucket_mb * 2**20)
         made = make_optimizer(setup.make_optimizer, self.parameters)
+        refuse_sparse(made, type(self).__name__.lower())
         if not self.whole_updates:
             refuse_unless_elementwise(made, type(self).__name__.lower())
         self._groups = names_in_groups(made, self.parameters, setup.model)
         self.order = list(reversed(self.parameters))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
-        self._order_is_known = False
+        self._watch: ForwardOrder | None = None
+        self._model: nn.Module | None = setup.model
+        """Until the first step has shown the order."""
         self._lay_out()
         self.optimizer = move_optimizer(made, self._groups, self._targets())
 
@@ -99,13 +106,17 @@ class FlatExchange(Exchange):
 
     def lay_out_again(self, order: list[str]) -> None:
         """Move everything to buckets filled in another order. Every rank calls it with the same one."""
-        self._order_is_known = True
+        self._model = None
         if order == self.order:
             return
-        state = self.optimizer_state()
+        state, before = self.optimizer_state(), self.order
         self._arrivals.close()
         self.order = order
-        self._lay_out()
+        try:
+            self._lay_out()
+        except SharedMemoryUnavailable:  # for all ranks alike, and the old order is right too, only later
+            self.order = before
+            self._lay_out()
         targets = self._targets()
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = [t for name in names for t in targets.get(name, ())]
@@ -147,22 +158,18 @@ class FlatExchange(Exchange):
     # The contract.
 
     def begin(self) -> None:
+        if self._model is not None and self._watch is None:
+            self._watch = ForwardOrder(self._model, self.parameters)
         self._arrivals.open_step()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
-        if not self._order_is_known:
-            self._learn_order(loss)
+        if self._watch is not None:
+            seen, self._watch = self._watch.close(), None
+            self.lay_out_again(self.world.gather_values(seen)[0])
+            self._arrivals.open_step()
         self._arrivals.open_micro_batch(reduce=last or self.each)
         back_propagate(loss, weight)
         self._arrivals.close_micro_batch()
-
-    def _learn_order(self, loss: torch.Tensor | None) -> None:
-        """Before the first backward pass: run it once only to see in which order gradients become ready."""
-        seen: dict[str, None] = {}
-        with self._arrivals.only_listening(seen):
-            back_propagate(loss, 1.0, again=True)
-        order = [*seen, *(name for name in self.order if name not in seen)]
-        self.lay_out_again(self.world.gather_values(order)[0])
 
     def finish(self, tally: Tally) -> Tally:
         used = [float(flag) for flag in self._arrivals.used]
@@ -188,8 +195,7 @@ class FlatExchange(Exchange):
         for (piece, target), gradient in zip(self.pieces, self._gradients_of_pieces, strict=True):
             if self._arrivals.used_name(piece.name):  # others keep None, which optimizers pass over
                 target.grad = gradient
-        with torch.no_grad():
-            step_scaled(self.optimizer, self._results, factor, limit)
+        step_scaled(self.optimizer, lambda: self._results, factor, limit)
         for _, target in self.pieces:
             target.grad = None
         self.publish()

@@ -8,7 +8,7 @@ element alone; ELEMENTWISE lists torch's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,14 @@ def names_in_groups(
             "lambda params: torch.optim.AdamW(params, lr=3e-4)."
         )
     return [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
+
+
+def refuse_sparse(optimizer: optim.Optimizer, exchange: str) -> None:
+    """Exchanges that keep gradients in flat vectors call this."""
+    if isinstance(optimizer, optim.SparseAdam):
+        raise ConfigError(
+            f"{exchange} keeps gradients dense, and SparseAdam takes sparse ones only; use AdamW, or solo."
+        )
 
 
 def refuse_unless_elementwise(optimizer: optim.Optimizer, exchange: str) -> None:
@@ -131,11 +139,12 @@ def prepare_momentum(optimizer: optim.Optimizer) -> None:
 
 
 def step_scaled(
-    optimizer: optim.Optimizer, gradients: Sequence[torch.Tensor], factor: float, limit: float | None
+    optimizer: optim.Optimizer, held: Callable[[], list[torch.Tensor]], factor: float, limit: float | None
 ) -> None:
-    """One optimizer step on gradient × factor, clamped to ±limit. `gradients` are the vectors that hold it."""
+    """One optimizer step on gradient × factor, clamped to ±limit. `held` gives the vectors that hold the gradient."""
     scale = found = None
     if factor != 1.0 or limit is not None:
+        gradients = held()
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         single = all(g.dtype == torch.float32 for g in gradients)  # the kernel keeps its scale in float32
         if limit is None and fused and single and gradients:
@@ -143,9 +152,9 @@ def step_scaled(
             scale = torch.full((), 1.0 / factor, device=gradients[0].device)
             found = torch.zeros((), device=gradients[0].device)
         else:
-            torch._foreach_mul_(list(gradients), factor)
-    if limit is not None:
-        torch._foreach_clamp_min_(list(gradients), -limit)
-        torch._foreach_clamp_max_(list(gradients), limit)
+            torch._foreach_mul_(gradients, factor)
+            if limit is not None:
+                torch._foreach_clamp_min_(gradients, -limit)
+                torch._foreach_clamp_max_(gradients, limit)
     optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
     optimizer.step()

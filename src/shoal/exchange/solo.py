@@ -36,6 +36,9 @@ class Solo(Exchange):
         self._parameters = trainable(setup.model)
         made = make_optimizer(setup.make_optimizer, self._parameters)
         groups = names_in_groups(made, self._parameters, setup.model)
+        # Their kernels take dense gradients; an optimizer such as SparseAdam takes sparse ones as they are.
+        sparse = any(getattr(module, "sparse", False) for module in setup.model.modules())
+        self._densify = sparse and type(made) in ELEMENTWISE
         self.optimizer = move_optimizer(made, groups, {name: [p] for name, p in self._parameters.items()})
 
     order: tuple[str, ...] = ()
@@ -51,9 +54,7 @@ class Solo(Exchange):
         back_propagate(loss, weight)
 
     def finish(self, tally: Tally) -> Tally:
-        if (
-            type(self.optimizer) in ELEMENTWISE
-        ):  # their kernels take dense gradients; SparseAdam takes the others
+        if self._densify:
             for p in self._parameters.values():
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
@@ -63,8 +64,7 @@ class Solo(Exchange):
         return float(sum_of_squares(self._held()) ** 0.5)
 
     def update(self, factor: float, limit: float | None) -> None:
-        with torch.no_grad():
-            step_scaled(self.optimizer, self._held(), factor, limit)
+        step_scaled(self.optimizer, self._held, factor, limit)
         self.drop()
 
     def drop(self) -> None:
