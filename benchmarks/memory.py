@@ -59,11 +59,15 @@ def measure(world: World, size: str, strategy: str) -> int:
 def main() -> None:
     missed = 0
     print("extra: activations, temporaries and allocator slack of one worker, measured alone under solo")
-    print(f"{'size':<6} {'exchange':<9} {'workers':>7} {'formula MB':>11} {'measured MB':>12} {'extra MB':>9} {'ratio':>6}")
+    print(
+        f"{'size':<6} {'exchange':<9} {'workers':>7} {'formula MB':>11} {'measured MB':>12} {'extra MB':>9} {'ratio':>6}"
+    )
     for size in SIZES:
         parameters = sum(p.numel() for p in Transformer(*SIZES[size]).parameters())
         (alone,) = spawn(measure, 1, size, "solo", timeout=600)
-        extra = alone - 3 * 4 * parameters  # at rest, solo holds parameters and two numbers of Adam; no gradient
+        extra = (
+            alone - 3 * 4 * parameters
+        )  # at rest, solo holds parameters and two numbers of Adam; no gradient
         for workers in (2, 4):
             for name in ("ddp", "zero1", "zero2", "shared"):
                 found = spawn(measure, workers, size, name, timeout=600)

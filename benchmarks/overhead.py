@@ -77,8 +77,12 @@ def main() -> None:
         steps.close()
     medians = {name: statistics.median(t) for name, t in times.items()}
     ratio = statistics.median(s / b for s, b in zip(times["shoal"], times["bare"], strict=True))
-    print(f"batch {batch}: bare {medians['bare'] * 1e3:.3f} ms, shoal solo {medians['shoal'] * 1e3:.3f} ms a step")
-    print(f"{'ok  ' if ratio <= GOAL else 'MISS'} shoal / bare = {ratio:.3f} (goal {GOAL}), medians of {BLOCKS} blocks")
+    print(
+        f"batch {batch}: bare {medians['bare'] * 1e3:.3f} ms, shoal solo {medians['shoal'] * 1e3:.3f} ms a step"
+    )
+    print(
+        f"{'ok  ' if ratio <= GOAL else 'MISS'} shoal / bare = {ratio:.3f} (goal {GOAL}), medians of {BLOCKS} blocks"
+    )
     sys.exit(ratio > GOAL)
 
 

@@ -2,7 +2,7 @@
 
 ShoalError
 ├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
-├── NonFiniteLoss      the loss became NaN or infinite; exit code 3
+├── NonFiniteLoss      the loss became NaN or infinite; exit code 2
 ├── PeerLost           another worker ended while this one waited for it; exit code 4
 ├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
@@ -28,7 +28,7 @@ class ConfigError(ShoalError):
 class NonFiniteLoss(ShoalError):
     """The global loss is NaN or infinite and `on_nan="stop"`."""
 
-    exit_code = 3
+    exit_code = 2
 
 
 class PeerLost(ShoalError):

@@ -71,6 +71,8 @@ def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: st
 
 def write(root: Path, name: str, snapshot: Snapshot) -> Path:
     """Write a checkpoint and make it the latest; returns its folder."""
+    if name == LATEST or name.startswith(".") or "/" in name:
+        raise ConfigError(f"a checkpoint cannot be called '{name}'; use a plain name, such as 'final'.")
     root.mkdir(parents=True, exist_ok=True)
     final, temporary, old = root / name, root / f".{name}.new", root / _old(name)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -83,7 +85,7 @@ def write(root: Path, name: str, snapshot: Snapshot) -> Path:
     save_file(dict(snapshot.model), temporary / "model.safetensors")
     save_file({k: v.contiguous() for k, v in flat.items()}, temporary / "optimizer.safetensors")
     (temporary / "state.json").write_text(json.dumps(dict(snapshot.state), indent=1))
-    for file in temporary.iterdir():
+    for file in [*temporary.iterdir(), temporary]:
         _flush(file)
     if final.exists():  # the same name again: until the new one is in its place, `read_latest` finds the old
         shutil.rmtree(old, ignore_errors=True)

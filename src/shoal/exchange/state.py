@@ -37,10 +37,11 @@ def join_state(kept: Kept) -> State:
         local.setdefault(piece.name, []).append((piece, entries))
         for key, value in entries.items():
             each = value.numel() == piece.numel and value.dim() > 0
-            kinds[key] = ["each" if each else "one", str(value.dtype).removeprefix("torch.")]
+            if each or key not in kinds:
+                kinds[key] = ["each" if each else "one", str(value.dtype).removeprefix("torch.")]
     agreed: dict[str, list[str]] = {}
     for theirs in kept.owners.gather_values(kinds):
-        agreed.update(theirs)
+        agreed.update({key: kind for key, kind in theirs.items() if key not in agreed or kind[0] == "each"})
     whole: State = {name: {} for name in kept.parameters}
     present = _present(kept, local)
     for key, (kind, dtype) in sorted(agreed.items()):
@@ -53,18 +54,28 @@ def join_state(kept: Kept) -> State:
 
 def cut_state(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Give the optimizer this rank's pieces of a whole state."""
+    per_element = _per_element(kept, state)
     for piece, target in kept.pieces:
         if piece.name not in state:
             continue
         shape = kept.parameters[piece.name].shape
         mine: dict[str, torch.Tensor] = {}
         for key, value in state[piece.name].items():
-            if value.shape == shape and key != "step":  # which looks alike where the parameter is one number
+            if value.shape == shape and key in per_element:
                 part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
                 mine[key] = part.reshape(target.shape).to(target.device, copy=True)
             else:
                 mine[key] = value.clone()
         kept.optimizer.state[target] = mine
+
+
+def _per_element(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> set[str]:
+    """The keys with a number per element. Parameters of one number cannot tell: there, all entries look alike."""
+    telling = [name for name in state if kept.parameters[name].dim() > 0]
+    if not telling:
+        return {key for entries in state.values() for key in entries} - {"step"}
+    shapes = {name: kept.parameters[name].shape for name in telling}
+    return {key for name in telling for key, value in state[name].items() if value.shape == shapes[name]}
 
 
 def _present(kept: Kept, local: Mapping[str, list[tuple[Piece, dict[str, torch.Tensor]]]]) -> set[str]:

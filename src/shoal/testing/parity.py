@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -71,8 +72,14 @@ def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:
     """The largest difference between two runs, relative to the size of the numbers, and where it is."""
     worst = (0.0, "nowhere")
     for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)):
-        worst = max(worst, (abs(x - y) / max(abs(x), 1.0), f"loss of step {i + 1}"))
+        worst = _worse(worst, abs(x - y) / max(abs(x), 1.0), f"loss of step {i + 1}")
     for name, value in a.parameters.items():
         gap = (value - b.parameters[name]).abs().max() / value.abs().max().clamp(min=1.0)
-        worst = max(worst, (float(gap), name))
+        worst = _worse(worst, float(gap), name)
     return worst
+
+
+def _worse(worst: tuple[float, str], gap: float, where: str) -> tuple[float, str]:
+    if math.isnan(gap):  # compares false with everything, and so would never be the largest
+        gap = math.inf
+    return (gap, where) if gap > worst[0] else worst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Loop:
                 "count_per_sample": parts.count_per_sample,
                 "schedule": progress.schedule_now(),
                 "order": list(parts.exchange.order),
+                "data": _data_facts(parts),
             }
             plain.write(root, name, plain.Snapshot(plain.model_tensors(parts.model), optimizer, state))
         parts.world.barrier()
@@ -122,6 +124,13 @@ class Loop:
         if parts.scale.dynamic and state["scale"] is not None:
             parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
         parts.count_per_sample = state["count_per_sample"]
+        for name, now in _data_facts(parts).items():
+            before = state["data"][name]
+            if now != before and parts.world.rank == 0:
+                text = (
+                    f"{name} was {before} and is {now}: step {state['step']} is another place in the data now"
+                )
+                print(f"shoal: going on from {source}; {text}.", file=sys.stderr)
         parts.world.barrier()
         return Progress(state["step"], state["schedule"])
 
@@ -139,6 +148,17 @@ class Loop:
         if self.checkpoint is None or self.checkpoint_every is None:
             return False
         return step % self.checkpoint_every == 0 or step == total
+
+
+def _data_facts(parts: Parts) -> dict[str, int | bool]:
+    """What decides which samples a step has."""
+    feed = parts.loader.feed
+    return {
+        "samples": len(feed.data),
+        "global_batch": feed.global_batch,
+        "seed": feed.seed,
+        "shuffle": feed.shuffle,
+    }
 
 
 def count_steps(text: int | str, steps_per_epoch: int) -> int:

@@ -29,14 +29,14 @@ def as_sum_and_count(returned: Any, batch: Batch) -> tuple[torch.Tensor, float]:
                 f"loss= returned a tensor of shape {list(returned.shape)}; return (sum, count) or one mean."
             )
         count = length(batch)
-        return returned.reshape(()) * count, float(count)
+        return _wide(returned) * count, float(count)
     if isinstance(returned, tuple) and len(returned) == 2:
         total, count = returned
         if isinstance(total, torch.Tensor) and total.numel() == 1:
             if isinstance(count, torch.Tensor) and count.numel() == 1:
-                return total.reshape(()), float(count.detach())
+                return _wide(total), float(count.detach())
             if isinstance(count, int | float) and not isinstance(count, bool):
-                return total.reshape(()), float(count)
+                return _wide(total), float(count)
     raise ConfigError(
         f"loss= returned {_describe(returned)}; return (sum, count), where sum is a scalar tensor and count a "
         "number, or a scalar tensor that is the mean."
@@ -49,6 +49,12 @@ def check_gradient(total: torch.Tensor) -> None:
         raise ConfigError(
             "the loss does not depend on any trainable parameter; did loss= use .item(), .detach() or no_grad?"
         )
+
+
+def _wide(total: torch.Tensor) -> torch.Tensor:
+    """A scalar with room for a large sum, and for weights that half precision would round."""
+    total = total.reshape(())
+    return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
 
 
 def _describe(value: Any) -> str:

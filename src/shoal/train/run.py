@@ -85,8 +85,8 @@ class Run:
     """Folder for checkpoints. A run that finds one there goes on from it."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; the last step is saved too."""
-    log: str | None = "runs/log"
-    """Folder for events.jsonl; None writes none. With `checkpoint` given, the default is that folder."""
+    log: str | None = "auto"
+    """Folder for events.jsonl; "auto" is the checkpoint folder, or runs/<name of the script>; None writes none."""
     progress: bool = True
     """Show a progress bar, or plain lines where there is no terminal."""
     backend: str = "auto"
@@ -180,7 +180,7 @@ class Run:
     def _log_folder(self) -> Path | None:
         if self.log is None:
             return None
-        if self.log == "runs/log":
+        if self.log == "auto":
             return Path(self.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
         return Path(self.log)
 

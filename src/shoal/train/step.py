@@ -56,7 +56,8 @@ def run_step(parts: Parts, number: int) -> StepReport:
 
     exchange.begin()
     losses, count = [], 0.0
-    weight = parts.scale.value / (parts.count_per_sample * portion.samples)
+    foreseen = parts.count_per_sample * portion.samples
+    weight = parts.scale.value / foreseen
     for i, batch in enumerate(portion.batches):
         total = None
         if batch is not None:
@@ -72,7 +73,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
     meter.mark("exposed")
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
-    norm, skipped = _update(parts, number, loss, tally.count, weight)
+    norm, skipped = _update(parts, number, loss, tally.count, foreseen)
     if tally.count > 0:
         parts.count_per_sample = tally.count / portion.samples
     meter.mark("update")
@@ -104,7 +105,9 @@ def forward(parts: Parts, batch: Batch) -> tuple[torch.Tensor, float]:
         return as_sum_and_count(parts.loss(output, batch), batch)
 
 
-def _update(parts: Parts, number: int, loss: float, count: float, weight: float) -> tuple[float | None, bool]:
+def _update(
+    parts: Parts, number: int, loss: float, count: float, foreseen: float
+) -> tuple[float | None, bool]:
     """Apply the gradients, or drop them; every rank decides alike, from numbers that are alike."""
     exchange, clip = parts.exchange, parts.clip
     if not math.isfinite(loss):
@@ -115,9 +118,11 @@ def _update(parts: Parts, number: int, loss: float, count: float, weight: float)
             )
         exchange.drop()
         return None, True
-    mean = 1.0 / (count * weight)  # gradients hold sum × weight; 1 where the count was foreseen
+    mean = foreseen / (
+        count * parts.scale.value
+    )  # gradients hold sum × scale / foreseen: most often, this is 1
     norm = None
-    if parts.scale.dynamic or isinstance(clip, ByNorm):
+    if parts.scale.dynamic or parts.skip_nan or isinstance(clip, ByNorm):
         norm = exchange.norm() * mean
         if not math.isfinite(norm):
             return _not_finite(parts, number, norm)

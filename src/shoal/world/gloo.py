@@ -30,14 +30,18 @@ class ScatteredSum:
         self._out = out
         self._whole = whole  # must live until it is sent
         received = torch.empty_like(whole)
-        self._parts = received.chunk(size)
+        self._parts: tuple[Tensor, ...] = received.chunk(size)
         self._work = group.alltoall_base(received, whole, [], [], AllToAllOptions())
 
     def wait(self) -> None:
+        if not self._parts:
+            return  # done before
         self._work.wait()
         torch.add(self._parts[0], self._parts[1], out=self._out)
         for part in self._parts[2:]:
             self._out.add_(part)
+        self._parts = ()
+        self._whole = self._out  # what was received and sent can go
 
 
 class Pairs:

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class SharedRegion:
         path = store.get(f"{name}/path").decode()
         try:
             if path:  # empty: rank 0 has failed already and its reason will come with the verdict
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = _open_memory(path)
                 try:
                     region = cls(_map(fd, nbytes))
                 finally:
@@ -106,6 +107,13 @@ class SharedRegion:
         if self._mapping is None:
             raise ValueError("this shared region is closed")
         return self._mapping
+
+
+def _open_memory(path: str) -> int:
+    """Open what rank 0 named, if it is such memory: a store that others reach could name any file of ours."""
+    if re.fullmatch(r"/proc/\d+/fd/\d+", path) and os.readlink(path).startswith("/memfd:shoal"):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    raise OSError(f"{path} is not shared memory of this job")
 
 
 def host_key(name: str = "") -> str:

@@ -84,11 +84,11 @@ class World:
         where = _device(device, launch.local_rank)
         if launch.size == 1:
             return World.alone(where)
+        register_backend()
+        bind_gloo(launch)
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         else:
-            register_backend()
-            bind_gloo(launch)
             store = open_store(launch, TIMEOUT)
             name = _backend(backend, where)
             dist.init_process_group(
@@ -100,6 +100,8 @@ class World:
 
     def cut(self, groups: Sequence[Sequence[int]]) -> World:
         """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
+        if list(groups[0]) == list(range(self.size)) and isinstance(self.group, SharedMemoryGroup):
+            return self  # everybody, who share memory already
         mine: World | None = None
         for ranks in groups:
             # Groups are made by all workers in the same order, whether they are members or not.

@@ -1,0 +1,98 @@
+"""Several runs in one process, and what stays behind of one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn, optim
+
+from shoal.errors import ConfigError
+from shoal.testing.parity import toy_parts
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE as TOYS
+from shoal.testing.toys import Toy
+from shoal.train.step import run_step
+from shoal.world.world import World
+
+EXCHANGES = ("ddp", "zero1", "zero2", "shared")
+
+
+def leave_nothing(world: World) -> list[str]:
+    kept = []
+    for name in EXCHANGES:
+        parts = toy_parts(world, TOYS["odd"], name)
+        run_step(parts, 0)
+        ghost = weakref.ref(parts.exchange)
+        del parts
+        gc.collect()
+        if ghost() is not None:
+            kept.append(name)
+    return kept
+
+
+def test_a_finished_run_is_freed() -> None:
+    assert spawn(leave_nothing, 2) == [[], []]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_backward_passes_of_others_are_theirs(name: str) -> None:
+    net = nn.Linear(5, 3)
+    toy = Toy("given", lambda: net)
+    run_step(toy_parts(World.alone(), toy, name), 0)
+    net.zero_grad()
+    net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    assert torch.equal(net.bias.grad, torch.full((3,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_two_runs_on_one_module(name: str) -> None:
+    net = nn.Linear(5, 3)
+    toy = Toy("given", lambda: net)
+    toy_parts(World.alone(), toy, name)  # made, never stepped
+    second = toy_parts(World.alone(), toy, name)
+    before = net.weight.detach().clone()
+    for number in range(3):
+        run_step(second, number)
+    assert not torch.equal(net.weight, before), "the second run trains the module"
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_compiled_models_train(name: str) -> None:
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    compiled = torch.compile(nets[0], backend="aot_eager")
+    traces = []
+    for net in (compiled, nets[1]):
+        parts = toy_parts(World.alone(), Toy("given", lambda net=net: net), name)
+        traces.append([run_step(parts, number).loss for number in range(4)])
+    assert traces[0] == pytest.approx(traces[1], rel=1e-12)
+
+
+def scalar_and_back(world: World) -> list[str]:
+    wrong = []
+    for make in (optim.NAdam, optim.ASGD):
+        toy = Toy("odd", TOYS["odd"].model, optimizer=lambda params, make=make: make(params, lr=0.01))
+        parts = toy_parts(world, toy, "zero1(bucket_mb=0.002)")
+        run_step(parts, 0)
+        first = parts.exchange.optimizer_state()
+        parts.exchange.load_optimizer_state(first)
+        second = parts.exchange.optimizer_state()
+        for name, entries in first.items():
+            for key, value in entries.items():
+                if second[name][key].shape != value.shape or not torch.equal(second[name][key], value):
+                    wrong.append(f"{make.__name__} {name} {key}")
+    return wrong
+
+
+def test_state_of_a_parameter_of_one_number_survives() -> None:
+    assert spawn(scalar_and_back, 2) == [[], []]
+
+
+def test_sparse_adam_is_refused_where_gradients_are_dense() -> None:
+    toy = Toy("sparse", lambda: nn.Linear(5, 3), optimizer=lambda params: optim.SparseAdam(params))
+    with pytest.raises(ConfigError, match="ddp keeps gradients dense, and SparseAdam"):
+        toy_parts(World.alone(), toy, "ddp")
