@@ -249,3 +249,10 @@ def test_number_sections_are_closed() -> None:
     marks = re.findall(r"<!-- (/?numbers)(?::(\w+))? -->", (ROOT / "README.md").read_text())
     assert [kind for kind, _ in marks] == ["numbers", "/numbers"] * (len(marks) // 2)
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for kind, name in marks if kind == "numbers")
+
+
+def test_number_sections_have_numbers() -> None:
+    sections = re.findall(r"<!-- numbers:(\w+) -->\n(.*?)<!-- /numbers -->", (ROOT / "README.md").read_text(), re.S)
+    assert len(sections) == 5
+    for name, text in sections:
+        assert re.search(r"\d\.\d", text), f"README has no numbers of `scripts/bench {name}`"

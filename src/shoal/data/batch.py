@@ -41,11 +41,14 @@ def length(batch: Batch) -> int:
 
 
 def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> Batch:
-    """The batch on a device, its floating-point tensors in another dtype if one is given."""
+    """The batch on a device, its floating-point tensors in another dtype if one is given.
+
+    Data sets give batches in host memory, so on the CPU there is nothing to move.
+    """
+    if floats is None and device.type == "cpu":
+        return batch
     if isinstance(batch, torch.Tensor):
         dtype = floats if floats is not None and batch.is_floating_point() else None
-        if dtype is None and batch.device == device:
-            return batch
         return batch.to(device=device, dtype=dtype, non_blocking=True)
     if isinstance(batch, dict):
         return {key: convert(value, device, floats) for key, value in batch.items()}
