@@ -102,7 +102,9 @@ def _address(at: str) -> tuple[str, int]:
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--at {at} is not ADDRESS:PORT; write it like --at 10.0.0.1:29500.")
     if ":" in address:
-        raise ConfigError(f"--at {at} is an IPv6 address; give an IPv4 address or a name, like 10.0.0.1:29500.")
+        raise ConfigError(
+            f"--at {at} is an IPv6 address; give an IPv4 address or a name, like 10.0.0.1:29500."
+        )
     return address, int(port)
 
 
