@@ -59,9 +59,7 @@ def measure(world: World, size: str, strategy: str) -> int:
 def main() -> None:
     missed = 0
     print("extra: activations, temporaries and allocator slack of one worker, measured alone under solo")
-    print(
-        f"{'size':<6} {'exchange':<9} {'workers':>7} {'formula MB':>11} {'measured MB':>12} {'extra MB':>9} {'ratio':>6}"
-    )
+    print("size   exchange  workers  formula MB  measured MB  extra MB  ratio")
     for size in SIZES:
         parameters = sum(p.numel() for p in Transformer(*SIZES[size]).parameters())
         (alone,) = spawn(measure, 1, size, "solo", timeout=600)
