@@ -58,7 +58,7 @@ settings["loss"] = spoiled
 def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     script = write(tmp_path, LATE_NAN + TRAIN)
     done = shoal(tmp_path, "run", "--workers", "2", "--strategy", "shared", script)
-    one_sentence(done, "the loss of step 4 is nan (count 2)", "on_nan='skip'", code=3)
+    one_sentence(done, "the loss of step 4 is nan (count 2)", "on_nan='skip'")
     assert len(losses(tmp_path)) == 3, "the steps before are in the log"
     done = shoal(tmp_path, "run", "--workers", "2", "--set", "on_nan=skip", script)
     assert (done.code, done.out) == (0, "trained 6\n"), done.err
