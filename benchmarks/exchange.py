@@ -105,16 +105,6 @@ def shoal_loop(world: World, case: Case, strategy: str) -> Stepper:
         data=dataset(world, case),
         global_batch=case.batch * world.size,
         strategy=strategy,
-        precision="fp32",
-        clip=None,
-        accumulate=1,
-        seed=0,
-        inputs=None,
-        collate=None,
-        shuffle=True,
-        loader_workers=0,
-        on_nan="stop",
-        deterministic=False,
     )
     _, parts = build(order, world, record="")
     return lambda number: void(run_step(parts, number))

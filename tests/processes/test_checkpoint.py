@@ -69,12 +69,6 @@ def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -
         clip=0.5,
         accumulate=2,
         seed=1,
-        inputs=None,
-        collate=None,
-        shuffle=True,
-        loader_workers=0,
-        on_nan="stop",
-        deterministic=False,
     )
     plan, parts = build(order, world, record="")
     return Loop(parts, case["schedule"], folder, 5, None, {"strategy": str(plan)}, False)

@@ -58,11 +58,6 @@ def toy_parts(
         clip=toy.clip,
         accumulate=toy.accumulate if accumulate is None else accumulate,
         seed=3,
-        inputs=None,
-        collate=None,
-        shuffle=True,
-        loader_workers=0,
-        on_nan="stop",
         deterministic=deterministic,
     )
     return build(order, world, record="")[1]

@@ -40,17 +40,17 @@ class Order:
     optimizer: MakeOptimizer
     data: Source
     global_batch: int
-    strategy: str
-    precision: str
-    clip: float | str | None
-    accumulate: int
-    seed: int
-    inputs: Inputs | None
-    collate: Collate | None
-    shuffle: bool
-    loader_workers: int
-    on_nan: str
-    deterministic: bool
+    strategy: str = "ddp"
+    precision: str = "fp32"
+    clip: float | str | None = None
+    accumulate: int = 1
+    seed: int = 0
+    inputs: Inputs | None = None
+    collate: Collate | None = None
+    shuffle: bool = True
+    loader_workers: int = 0
+    on_nan: str = "stop"
+    deterministic: bool = False
 
 
 def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
