@@ -53,8 +53,9 @@ def check_gradient(total: torch.Tensor) -> None:
 
 def _wide(total: torch.Tensor) -> torch.Tensor:
     """A scalar with room for a large sum, and for weights that half precision would round."""
-    total = total.reshape(())
-    return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
+    if total.dim():
+        total = total.reshape(())
+    return total.float() if total.dtype is torch.bfloat16 or total.dtype is torch.float16 else total
 
 
 def _describe(value: Any) -> str:

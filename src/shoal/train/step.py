@@ -69,7 +69,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
         exchange.backward(total, weight, last=i == len(portion.batches) - 1)
     meter.mark("compute")
 
-    tally = exchange.finish(Tally(sum(float(loss) for loss in losses), count))
+    tally = exchange.finish(Tally(sum([loss.item() for loss in losses]), count))
     meter.mark("exposed")
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
