@@ -31,7 +31,7 @@ ELEMENTWISE = (
     optim.ASGD,
 )
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
-"""These have one kernel for the whole update, five times faster than the plain loop on a CPU."""
+"""These have one kernel for the whole update, where the plain loop runs a dozen for each tensor."""
 _FIRST = "initial_accumulator_value"
 
 
