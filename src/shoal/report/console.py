@@ -2,8 +2,8 @@
 
 The bar is the last line of the terminal. Whatever the program prints goes above it: while the bar is up,
 `sys.stdout` and `sys.stderr` pass through `_Above`, which wipes the bar, lets the text through and puts the
-bar back. It is drawn by hand because of what drawing costs: `rich.live` takes 0.6 ms for each refresh and for
-each `print` of the user, a third of a 2 ms step; here both take some 0.015 ms. There is no thread: the bar
+bar back. It is drawn by hand because of what drawing costs: `rich.live` renders its whole display for each
+refresh and for each `print` of the user, a sizeable part of a 2 ms step. There is no thread: the bar
 moves only inside `update`, at most eight times a second, and all other steps pay for one look at the clock.
 """
 
