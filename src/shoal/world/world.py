@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from shoal.errors import ConfigError
-from shoal.world.gloo import ScatteredSum
+from shoal.world.gloo import GatheredParts, ScatteredSum
 from shoal.world.launch import Launch
 from shoal.world.memory import host_key
 from shoal.world.rendezvous import bind_gloo, open_store
@@ -140,7 +140,7 @@ class World:
                 out.copy_(tensor)
             return DONE
         self.traffic.bytes_sent += self.share_of(tensor)
-        if self.device.type == "cpu" and not isinstance(self.group, SharedMemoryGroup):
+        if self._on_gloo:
             return ScatteredSum(self._group, out, tensor, self.size)
         return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
 
@@ -151,6 +151,8 @@ class World:
                 out.copy_(part)
             return DONE
         self.traffic.bytes_sent += self.share_of(out)
+        if self._on_gloo:
+            return GatheredParts(self._group, out, part, self.rank, self.size)
         return self._group._allgather_base(out, part, c10d.AllgatherOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
@@ -188,6 +190,10 @@ class World:
         self.all_gather(table, padded).wait()
         rows = table.view(self.size, longest)
         return [json.loads(bytes(rows[r, : int(n)].tolist())) for r, n in enumerate(sizes)]
+
+    @property
+    def _on_gloo(self) -> bool:
+        return self.device.type == "cpu" and not isinstance(self.group, SharedMemoryGroup)
 
     @property
     def _group(self) -> dist.ProcessGroup:
