@@ -17,12 +17,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds"),
-    ("table",),
+    ("errors", "types", "seeds", "blocks"),
+    ("table", "lazily"),
     ("config",),
     ("world",),
     ("compress", "report"),
-    ("data", "exchange"),
+    ("data", "exchange", "tensor", "pipeline"),
     ("checkpoint",),
     ("plan",),
     ("train",),

@@ -15,17 +15,18 @@ stay equal, an orthogonal matrix stays orthogonal, a norm still belongs to its w
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -73,19 +74,9 @@ def build_by_name(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     >>> torch.equal(small[0].weight, large[0].weight)
     True
     """
-    devices = range(torch.cuda.device_count()) if _cuda_in_use() else ()
-    with torch.random.fork_rng(devices=devices):
-        names: list[Name] = []
-        for _ in range(_MOST_RUNS - 1):
-            with _NamedDraws(names, seed) as draws:
-                model = make()
-            found = draws.names(model)
-            if found == names:
-                return model
-            names = found
-            del model  # before the next one takes as much memory again
-        with _NamedDraws(names, seed):
-            return make()
+    with generators_kept():
+        model, _ = build_until_named(make, lambda names: NamedDraws(names, seed))
+    return model
 
 
 Name = tuple[str | int, ...]
@@ -96,7 +87,34 @@ Name = tuple[str | int, ...]
 _MOST_RUNS = 4
 
 
-class _NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def generators_kept() -> AbstractContextManager[None]:
+    """Inside, the global generators may be used; afterwards they are as they were."""
+    devices = range(torch.cuda.device_count()) if _cuda_in_use() else ()
+    return torch.random.fork_rng(devices=devices)
+
+
+Watch = TypeVar("Watch", bound="NamedDraws")
+
+
+def build_until_named(
+    make: Callable[[], nn.Module], watch: Callable[[Sequence[Name]], Watch]
+) -> tuple[nn.Module, Watch]:
+    """Call `make` until each draw had its name from the start; the last model, and what watched its making."""
+    names: list[Name] = []
+    runs = 0
+    while True:
+        with watch(names) as draws:
+            model = make()
+        runs += 1
+        found = names if runs == _MOST_RUNS else draws.names(model)
+        if found == names:
+            return model, draws
+        names = found
+        del model  # before the next one takes as much memory again
+        draws.discard()
+
+
+class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds the global generators before each draw by its name, and follows the draw wherever it goes.
 
     All operations inside one call of a torch.nn.init function are one draw: `trunc_normal_` draws again until
@@ -126,26 +144,41 @@ class _NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        draws = frozenset[int]().union(*(self._reaching(tensor) for tensor in _tensors((args, kwargs))))
-        if _is_draw(func, args, kwargs):
-            draws |= {self._begin_draw()}
-        result = func(*args, **kwargs)
+        return self.follow(func, args, kwargs or {})
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Carry out an operation, and note which draws its results come from."""
+        draws = frozenset[int]().union(*(self._reaching(tensor) for tensor in strided((args, kwargs))))
+        draw = self.begin_draw() if _is_draw(func, args, kwargs) else None
+        if draw is not None:
+            draws |= {draw}
+        result = self.execute(func, args, kwargs, draw)
         if draws:
-            for tensor in _tensors((result, _written(func, args, kwargs))):
+            for tensor in strided((result, written(func, args, kwargs))):
                 reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 self._reached[reference.cdata] = (reference, draws)
         return result
 
-    def _begin_draw(self) -> int:
+    def execute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], draw: int | None) -> Any:
+        """Carry out an operation; if it draws, it belongs to the draw of that number."""
+        del draw
+        return func(*args, **kwargs)
+
+    def begin_draw(self) -> int:
         """The number of the draw that the coming operation belongs to; seeds the generators if it is new."""
         init_call = _outermost_init_call()
         if init_call is None or init_call is not self._init_call:
-            number = self._count
-            set_stream(self._seed, *(self._given[number] if number < len(self._given) else ("build", number)))
             self._count += 1
+            self.seed_draw(self._count - 1)
         self._init_call = init_call
         return self._count - 1
+
+    def seed_draw(self, number: int) -> None:
+        """Seed the global generators for the draw of that number."""
+        set_stream(self._seed, *(self._given[number] if number < len(self._given) else ("build", number)))
+
+    def discard(self) -> None:
+        """Called when the model that was made is given up for another."""
 
     def _reaching(self, tensor: Tensor) -> frozenset[int]:
         """The draws that influenced this tensor, by number."""
@@ -168,19 +201,41 @@ def _is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation takes from a global generator."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    return not any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+    return not leaves((args, kwargs), torch.Generator)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation changes in place; some (`_foreach_mul_`) do not return them."""
-    arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    return [given.get(argument.name) for argument in arguments if argument.is_write]
+    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _places_written(func)]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+@functools.cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, argument.name) for at, argument in arguments if argument.is_write)
+
+
+def strided(tree: Any) -> list[Tensor]:
     """The tensors in nested arguments that have a storage of their own (sparse ones have none)."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return [tensor for tensor in leaves(tree, Tensor) if tensor.layout == torch.strided]
+
+
+Leaf = TypeVar("Leaf")
+
+
+def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
+    """What is of that kind in the arguments of an operation, in order.
+
+    >>> leaves(([1, 2.0], {"key": 3}), int)
+    [1, 3]
+    """
+    if isinstance(tree, kind):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [leaf for branch in tree for leaf in leaves(branch, kind)]
 
 
 def _cuda_in_use() -> bool:

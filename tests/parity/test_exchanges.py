@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.exchange import TABLE as EXCHANGES
+from shoal.exchange.flat import FlatExchange
 from shoal.testing.parity import Trace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
@@ -28,7 +29,8 @@ def reference(toy: str, workers: int) -> Trace:
 @pytest.mark.parametrize("strategy", SHARED_BY)
 def test_equals_one_process(strategy: str, workers: int) -> None:
     # A small bucket makes several of them even for a toy.
-    traces = spawn(run_all_toys, workers, f"{strategy}(bucket_mb=0.002)")
+    flat = issubclass(EXCHANGES[strategy], FlatExchange)
+    traces = spawn(run_all_toys, workers, f"{strategy}(bucket_mb=0.002)" if flat else strategy)
     for toy in TOYS:
         wanted = reference(toy, workers)
         for rank, found in enumerate(traces):

@@ -28,7 +28,7 @@ def one_sentence(done: Done, *words: str, code: int = 2) -> None:
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
     script = write(tmp_path, TRAIN)
     run = ("run", "--workers", "2")
-    one_sentence(shoal(tmp_path, *run, "--strategy", "zero4", script), "unknown exchange 'zero4'", "'zero2'?")
+    one_sentence(shoal(tmp_path, *run, "--strategy", "zero4", script), "unknown exchange 'zero4'", "'zero3'?")
     # The script itself asks, so two workers have started when it turns out.
     done = shoal(tmp_path, *run, "--set", "clipp=0.5", script)
     one_sentence(done, "--set clipp=0.5: Run has no such setting; did you mean 'clip'?")

@@ -17,7 +17,7 @@ from shoal.testing.toys import Toy
 from shoal.train.step import run_step
 from shoal.world.world import World
 
-EXCHANGES = ("ddp", "zero1", "zero2", "shared")
+EXCHANGES = ("ddp", "zero1", "zero2", "zero3", "shared")
 
 
 def leave_nothing(world: World) -> list[str]:

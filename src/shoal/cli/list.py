@@ -17,23 +17,72 @@ from shoal.table import Table, did_you_mean
 
 def list_choices(
     slot: Annotated[str | None, typer.Argument(help="Only this slot, such as exchange.")] = None,
+    script: Annotated[
+        str | None, typer.Argument(help="With tensor or pipeline: how this script's model would be divided.")
+    ] = None,
+    degree: Annotated[int, typer.Option(help="With tensor: cut layers so many ways.")] = 2,
+    stages: Annotated[int, typer.Option(help="With pipeline: so many stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="With pipeline: so many micro-batches.")] = 8,
+    schedule: Annotated[str, typer.Option(help="With pipeline: only this schedule.")] = "",
 ) -> None:
-    """Print every slot with its choices, their promise and what they do."""
+    """Print every slot with its choices, or how a model would be divided.
+
+    \b
+    shoal list exchange
+    shoal list tensor train.py --degree 2
+    shoal list pipeline --stages 4 --microbatches 8
+    shoal list pipeline train.py --stages 2
+    """
     slots = _slots()
-    if slot is not None and slot not in slots:
-        raise ConfigError(f"unknown slot '{slot}'{did_you_mean(slot, slots)}")
+    if slot is not None and slot not in (*slots, "tensor"):
+        raise ConfigError(f"unknown slot '{slot}'{did_you_mean(slot, (*slots, 'tensor'))}")
+    if slot == "tensor" and script is None:
+        raise ConfigError(
+            "shoal list tensor shows how a model is cut; name its script: shoal list tensor train.py."
+        )
+    if script is not None and slot not in ("tensor", "pipeline"):
+        raise ConfigError(f"shoal list {slot} takes no script; tensor and pipeline do.")
+    if script is not None:
+        _ask(script, f"tensor {degree}" if slot == "tensor" else f"pipeline {stages}")
+        return
     console = Console()
     for name, table in slots.items():
         if slot in (None, name):
             console.print(_grid(name, table))
+    if slot == "pipeline":
+        _draw(schedule, stages, microbatches)
+
+
+def _ask(script: str, question: str) -> None:
+    from shoal.cluster.local import Job, check, run_job
+
+    job = Job(script, output="all", environment={"SHOAL_LIST": question})
+    check(job)
+    run_job(job)
+
+
+def _draw(schedule: str, stages: int, microbatches: int) -> None:
+    from shoal import pipeline
+    from shoal.pipeline.grid import draw
+
+    for name in [schedule] if schedule else pipeline.TABLE:
+        chosen = pipeline.TABLE.look_up(name)
+        ranks = stages // chosen.stages_per_rank
+        if ranks * chosen.stages_per_rank != stages:
+            raise ConfigError(
+                f"{name} has {chosen.stages_per_rank} stages a worker, which do not divide {stages}; use an even "
+                "number."
+            )
+        print(f"\n{name}\n{draw(name, ranks, microbatches)}")
 
 
 def _slots() -> dict[str, Table[Any]]:
-    from shoal import compress, exchange  # torch comes with these: not before they are needed
+    from shoal import compress, exchange, pipeline  # torch comes with these: not before they are needed
     from shoal.train import clip, precision, schedule
 
     return {
         "exchange": exchange.TABLE,
+        "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
         "precision": precision.TABLE,
         "schedule": schedule.TABLE,

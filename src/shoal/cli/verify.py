@@ -51,18 +51,27 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         settings = overrides(strategy, str(steps), [f"precision={precision}"])
         many = _job(script, args, count, settings, Path(folder) / "many", stands_for=1)
-        one = _job(script, args, 1, {**settings, "strategy": "solo"}, Path(folder) / "one", stands_for=count)
         check(many)
         with forkable_imports(many):
             from shoal.plan.check import check_text
 
             if strategy:
                 check_text(strategy, count)
-        for job, label in ((one, "one process"), (many, f"{strategy or 'the script'} with {count} workers")):
-            print(f"running {steps} steps: {label} ...", file=sys.stderr, flush=True)
-            run_job(job)
         label = f"{strategy or 'the script'} with {count} workers"
+        _run(many, f"running {steps} steps: {label} ...")
+        told = Path(folder) / "many" / "stands_for"
+        parts = int(told.read_text()) if told.exists() else count
+        alone = {**settings, "strategy": "solo"}
+        _run(
+            _job(script, args, 1, alone, Path(folder) / "one", stands_for=parts),
+            f"running {steps} steps: one process ...",
+        )
         print(_verdict(Path(folder), label, precision, allowed))
+
+
+def _run(job: Job, message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    run_job(job)
 
 
 def _job(

@@ -38,6 +38,8 @@ class Feed:
     collate: Collate | None = None
     workers: int = 0
     """Processes that prepare batches ahead; 0 prepares them in the training process when they are needed."""
+    fill: bool = False
+    """Give a micro-batch without samples the first sample of its step as a filler, which counts nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Portion:
     """Samples in the whole global batch."""
     batches: tuple[Batch | None, ...]
     """This worker's micro-batches; None where the last batch of an epoch leaves nothing for one."""
+    counts: tuple[bool, ...]
+    """Which of them hold samples of their own; the others are None, or fillers."""
     first: int
     """Number of the first of them among all micro-batches of the step."""
 
@@ -80,6 +84,8 @@ class Loader:
         epoch, inside = divmod(step, self.steps_per_epoch)
         start, stop = self._span(inside)
         ids = self._micro_ids(epoch, start, stop)
+        counts = tuple([len(some) > 0 for some in ids])
+        ids = self._filled(ids, epoch, start)
         if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
@@ -89,7 +95,7 @@ class Loader:
                     for number, some in enumerate(ids, self.first)
                 ]
             )
-        return Portion(epoch, stop - start, batches, self.first)
+        return Portion(epoch, stop - start, batches, counts, self.first)
 
     @property
     def first(self) -> int:
@@ -109,6 +115,12 @@ class Loader:
         low, high = start + cuts[0][0], start + cuts[-1][1]
         mine = self._ids(epoch, low, high)
         return [mine[start + a - low : start + b - low] for a, b in cuts]
+
+    def _filled(self, ids: list[Ids], epoch: int, start: int) -> list[Ids]:
+        if not self.feed.fill or all(len(some) for some in ids):
+            return ids
+        filler = self._order.ids(epoch, start, start + 1)
+        return [some if len(some) else filler for some in ids]
 
     def _ids(self, epoch: int, low: int, high: int) -> Ids:
         at, begin, ids = self._window
@@ -149,7 +161,8 @@ def _ids_from(loader: Loader, step: int) -> Iterator[Wanted]:
     """The micro-batches of this worker from a step on, for ever."""
     while True:
         epoch, inside = divmod(step, loader.steps_per_epoch)
-        ids = loader._micro_ids(epoch, *loader._span(inside))
+        start, stop = loader._span(inside)
+        ids = loader._filled(loader._micro_ids(epoch, start, stop), epoch, start)
         yield from ((step, number, some) for number, some in enumerate(ids, loader.first) if len(some))
         step += 1
 

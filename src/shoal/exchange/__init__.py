@@ -12,13 +12,14 @@ from shoal.exchange.shared import Shared
 from shoal.exchange.solo import Solo
 from shoal.exchange.zero1 import Zero1
 from shoal.exchange.zero2 import Zero2
+from shoal.exchange.zero3 import Zero3
 from shoal.table import Table
 from shoal.types import Call
 from shoal.world.memory import SharedMemoryUnavailable
 
 TABLE: Table[type[Exchange]] = Table(
     "exchange",
-    {"solo": Solo, "ddp": Ddp, "zero1": Zero1, "zero2": Zero2, "shared": Shared},
+    {"solo": Solo, "ddp": Ddp, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "shared": Shared},
 )
 
 

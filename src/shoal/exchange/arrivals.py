@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
+from shoal.exchange.local import local, local_gradient
 from shoal.world.buckets import Bucket
 from shoal.world.world import Handle
 
@@ -81,6 +82,12 @@ class Arrivals:
         while self._reduce and self._next < len(self._buckets):
             self._send(self._buckets[self._next])
 
+    def take_all(self) -> None:
+        """Bring in the gradients that lie at the parameters already."""
+        for bucket in self._buckets:
+            for slot, place in enumerate(bucket.places):
+                self._arrived_at(bucket, slot, place.name, self._parameters[place.name])
+
     def wait(self) -> None:
         """Until every bucket that was sent has been reduced."""
         for handle in self._handles:
@@ -104,7 +111,7 @@ class Arrivals:
         return hook
 
     def _arrived_at(self, bucket: Bucket, slot: int, name: str, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = local_gradient(parameter), None
         if gradient is None:
             return
         if self._reduce and bucket.index < self._next:
@@ -134,7 +141,7 @@ class Arrivals:
         key = (bucket.index, vector.data_ptr())
         if key not in self._views:
             self._views[key] = [
-                vector[p.start : p.start + p.numel].view(self._parameters[p.name].shape)
+                vector[p.start : p.start + p.numel].view(local(self._parameters[p.name]).shape)
                 for p in bucket.places
             ]
         return self._views[key]

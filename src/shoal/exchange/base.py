@@ -4,6 +4,7 @@ A step calls, on every rank:
 
     begin()                     a new step: parameters are fresh, gradients empty
     backward(loss, weight, last)   once per micro-batch; gradients leave while backward goes on
+or  collect()                   once, where a pipeline has run the backward passes itself
     finish(tally)               wait; the global sum and count of the loss come back
     norm()                      if somebody needs it: the global norm of the summed gradient
     update(factor, limit)       gradient × factor, clamped to ±limit, into the optimizer; parameters published
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.exchange.local import local
 from shoal.types import Memory, Promise
 from shoal.world.world import World
 
@@ -55,6 +58,18 @@ class Setup:
     world: World
     accumulate: int = 1
     deterministic: bool = False
+    model_world: World = field(default_factory=World.alone)
+    """Those who hold one model between them; `world` is those who hold the same parameters for other samples."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """How much of each parameter counts here for the norm of the whole model; what is not named counts fully."""
+    mesh: DeviceMesh | None = None
+    """The mesh in torch's own form, with the axes replica, shard, stage and tensor."""
+    blocks: Sequence[str] = ()
+    """The names of the whole model's blocks; some of them may be in other stages."""
+    root: nn.Module | None = None
+    """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    values: Callable[[str], torch.Tensor] | None = None
+    """Where the model is on the meta device: the initial value of one of its parameters or buffers."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,12 @@ class Exchange(ABC):
     promise: ClassVar[Promise]
     summary: ClassVar[str]
     Options: ClassVar[type]
+    every_worker_computes: ClassVar[bool] = False
+    """True if a worker without samples must run the model all the same, because others meet it there."""
+    cuts_parameters: ClassVar[bool] = False
+    """True if parameters themselves are cut over the data axis, so that it needs the mesh in torch's own form."""
+    module: nn.Module
+    """The model whose parameters are exchanged."""
     optimizer: torch.optim.Optimizer
     """The optimizer as it really runs, on whole parameters or on pieces; schedulers act on its groups."""
 
@@ -89,6 +110,10 @@ class Exchange(ABC):
         """Back-propagate loss × weight of one micro-batch; None where this rank has no sample in it."""
 
     @abstractmethod
+    def collect(self) -> None:
+        """Instead of `backward`: take the gradients that backward passes of a pipeline have left in `.grad`."""
+
+    @abstractmethod
     def finish(self, tally: Tally) -> Tally: ...
 
     @abstractmethod
@@ -103,6 +128,18 @@ class Exchange(ABC):
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole summed gradients by name; between finish and update. Parameters without a gradient are absent."""
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter by name, frozen ones too; whole but for what tensor parallel has cut. Collective."""
+        plain = torch.contiguous_format
+        named = self.module.named_parameters()
+        return {name: local(p).detach().clone(memory_format=plain) for name, p in named}
+
+    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over values in the form that `parameters` gives."""
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                local(parameter).copy_(values[name])
 
     @abstractmethod
     def optimizer_state(self) -> State: ...
@@ -136,6 +173,13 @@ def detached(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
         for key, value in state.items()
         if value is not None
     }
+
+
+def root_of_sum(squares: float, owners: World, model_world: World) -> float:
+    """The norm of the whole gradient, from each worker's share of Σ g². Collective; the same float everywhere."""
+    rows = owners.gather_numbers([squares])
+    whole = sum(rows[:, 0].tolist())
+    return float(sum(model_world.gather_numbers([whole])[:, 0].tolist()) ** 0.5)
 
 
 def sum_of_squares(vectors: Iterable[torch.Tensor]) -> float:

@@ -25,7 +25,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from shoal.exchange.arrivals import Arrivals
 from shoal.exchange.base import (
@@ -36,9 +35,11 @@ from shoal.exchange.base import (
     Tally,
     back_propagate,
     detached,
+    root_of_sum,
     sum_of_squares,
     trainable,
 )
+from shoal.exchange.local import is_cut, local, put
 from shoal.exchange.optimizer import (
     make_optimizer,
     move_optimizer,
@@ -70,25 +71,26 @@ class FlatExchange(Exchange):
         """The workers among which every bucket is cut into slices."""
         self.each = self.reduces_each_micro_batch or (setup.deterministic and setup.accumulate > 1)
         self.deterministic = setup.deterministic
-        self.parameters = trainable(setup.model)
+        self._model_world, self._shares = setup.model_world, setup.shares
+        self.trained = trainable(setup.model)
         self._capacity = int(options.bucket_mb * 2**20)
-        made = make_optimizer(setup.make_optimizer, self.parameters)
+        made = make_optimizer(setup.make_optimizer, self.trained)
         refuse_sparse(made, type(self).__name__.lower())
-        if not self.whole_updates:
+        if not self.whole_updates or any(is_cut(p) for p in self.trained.values()):
             refuse_unless_elementwise(made, type(self).__name__.lower())
-        self._groups = names_in_groups(made, self.parameters, setup.model)
-        self.order = list(reversed(self.parameters))
+        self._groups = names_in_groups(made, self.trained, setup.model)
+        self.order = list(reversed(self.trained))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._watch: ForwardOrder | None = None
-        self._model: nn.Module | None = setup.model
-        """Until the first step has shown the order."""
+        self.module = setup.model
+        self._order_is_seen = False
         self._lay_out()
         self.optimizer = move_optimizer(made, self._groups, self._targets())
 
     def _lay_out(self) -> None:
         """Put parameters into buckets by `self.order`, and watch for their gradients."""
-        sizes = [(n, self.parameters[n].numel(), self.parameters[n].dtype) for n in self.order]
-        self.buckets: tuple[Bucket, ...] = lay_out(sizes, self.owners.size, self._capacity)
+        sizes = [(n, local(self.trained[n]).numel(), self.trained[n].dtype) for n in self.order]
+        self.buckets: tuple[Bucket, ...] = lay_out(sizes, self.owners.size, self._capacity, self._shares)
         self.ranges = [
             (0, b.size) if self.whole_updates else slice_of(b, self.owners.size, self.owners.rank)
             for b in self.buckets
@@ -102,11 +104,11 @@ class FlatExchange(Exchange):
         ]
         self._results = [self.reduced(bucket) for bucket in self.buckets]
         self._gradients_of_pieces = [self._gradient(piece, target) for piece, target in self.pieces]
-        self._arrivals = Arrivals(self.parameters, self.buckets, self)
+        self._arrivals = Arrivals(self.trained, self.buckets, self)
 
     def lay_out_again(self, order: list[str]) -> None:
         """Move everything to buckets filled in another order. Every rank calls it with the same one."""
-        self._model = None
+        self._order_is_seen = True
         if order == self.order:
             return
         state, before = self.optimizer_state(), self.order
@@ -158,18 +160,27 @@ class FlatExchange(Exchange):
     # The contract.
 
     def begin(self) -> None:
-        if self._model is not None and self._watch is None:
-            self._watch = ForwardOrder(self._model, self.parameters)
+        if not self._order_is_seen and self._watch is None:
+            self._watch = ForwardOrder(self.module, self.trained)
         self._arrivals.open_step()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
+        self._see_order()
+        self._arrivals.open_micro_batch(reduce=last or self.each)
+        back_propagate(loss, weight)
+        self._arrivals.close_micro_batch()
+
+    def collect(self) -> None:
+        self._see_order()
+        self._arrivals.open_micro_batch(reduce=True)
+        self._arrivals.take_all()
+        self._arrivals.close_micro_batch()
+
+    def _see_order(self) -> None:
         if self._watch is not None:
             seen, self._watch = self._watch.close(), None
             self.lay_out_again(self.world.gather_values(seen)[0])
             self._arrivals.open_step()
-        self._arrivals.open_micro_batch(reduce=last or self.each)
-        back_propagate(loss, weight)
-        self._arrivals.close_micro_batch()
 
     def finish(self, tally: Tally) -> Tally:
         used = [float(flag) for flag in self._arrivals.used]
@@ -187,9 +198,8 @@ class FlatExchange(Exchange):
         mine = []
         for bucket, result, (start, _) in zip(self.buckets, self._results, self.ranges, strict=True):
             low, high = slice_of(bucket, self.owners.size, self.owners.rank)
-            mine.append(result[low - start : high - start])
-        rows = self.owners.gather_numbers([sum_of_squares(mine)])
-        return float(sum(rows[:, 0].tolist()) ** 0.5)
+            mine.append(bucket.share * sum_of_squares([result[low - start : high - start]]))
+        return root_of_sum(sum(mine), self.owners, self._model_world)
 
     def update(self, factor: float, limit: float | None) -> None:
         for (piece, target), gradient in zip(self.pieces, self._gradients_of_pieces, strict=True):
@@ -209,9 +219,9 @@ class FlatExchange(Exchange):
             whole = self._whole(bucket, self.reduced(bucket))
             for place in bucket.places:
                 if self._arrivals.used_name(place.name):
-                    shape = self.parameters[place.name].shape
+                    shape = local(self.trained[place.name]).shape
                     found[place.name] = whole[place.start : place.start + place.numel].view(shape).clone()
-        return {name: found[name] for name in self.parameters if name in found}
+        return {name: found[name] for name in self.trained if name in found}
 
     def optimizer_state(self) -> State:
         if self.whole_updates:
@@ -223,7 +233,8 @@ class FlatExchange(Exchange):
         cut_state(self._kept(), state)
 
     def _kept(self) -> Kept:
-        return Kept(self.parameters, self.buckets, self.pieces, self.optimizer, self.owners)
+        shapes = {name: local(p).shape for name, p in self.trained.items()}
+        return Kept(shapes, self.buckets, self.pieces, self.optimizer, self.owners)
 
     def _whole(self, bucket: Bucket, mine: torch.Tensor) -> torch.Tensor:
         if self.whole_updates:
@@ -235,17 +246,17 @@ class FlatExchange(Exchange):
     def _adopt_parameters(self) -> None:
         for bucket, vector in zip(self.buckets, self.vectors, strict=True):
             for place in bucket.places:
-                parameter = self.parameters[place.name]
-                view = vector[place.start : place.start + place.numel].view(parameter.shape)
-                view.copy_(parameter.detach())
-                parameter.data = view
+                parameter = self.trained[place.name]
+                view = vector[place.start : place.start + place.numel].view(local(parameter).shape)
+                view.copy_(local(parameter).detach())
+                put(parameter, view)
 
     def _gradient(self, piece: Piece, target: torch.Tensor) -> torch.Tensor:
         start = piece.start - self.ranges[piece.bucket][0]
         return self._results[piece.bucket][start : start + piece.numel].view(target.shape)
 
     def _target(self, piece: Piece) -> torch.Tensor:
-        parameter = self.parameters[piece.name]
+        parameter = self.trained[piece.name]
         if self.whole_updates:
-            return parameter
+            return local(parameter)
         return self.vectors[piece.bucket][piece.start : piece.start + piece.numel]

@@ -84,12 +84,10 @@ class Shared(FlatExchange):
         assert store is not None
         if not isinstance(group, SharedMemoryGroup):
             raise SharedMemoryUnavailable("this host's workers have no shared memory")
-        host = self.world.hosts.index(self.world.hosts[self.world.rank])
-        turn = store.add(
-            f"shoal/shared/{self.world.rank}", 1
-        )  # the same on all ranks: they come here equally often
+        me = self.world.members[self.world.rank]
+        turn = store.add(f"shoal/shared/{me}", 1)  # the same on all ranks: they come here equally often
         total = sum(b.nbytes for b in self.buckets)
-        label = f"shoal/shared/{host}/{turn}/{name}"
+        label = f"shoal/shared/{self.owners.members[0]}/{turn}/{name}"
         region = SharedRegion.create(store, label, self.owners.rank, self.owners.size, total)
         vectors, offset = [], 0
         for bucket in self.buckets:

@@ -33,6 +33,7 @@ class Solo(Exchange):
 
     def __init__(self, setup: Setup, options: NoOptions) -> None:
         del options
+        self.module = setup.model
         self._parameters = trainable(setup.model)
         made = make_optimizer(setup.make_optimizer, self._parameters)
         groups = names_in_groups(made, self._parameters, setup.model)
@@ -52,6 +53,9 @@ class Solo(Exchange):
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         del last
         back_propagate(loss, weight)
+
+    def collect(self) -> None:
+        pass  # gradients stay where autograd puts them
 
     def finish(self, tally: Tally) -> Tally:
         if self._densify:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn, optim
+from torch import optim
 
 from shoal.exchange.base import State, detached
 from shoal.world.buckets import Bucket, Piece
@@ -21,7 +21,8 @@ from shoal.world.world import World
 class Kept:
     """How an exchange keeps its state: pieces with the tensors the optimizer knows them by."""
 
-    parameters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, torch.Size]
+    """Of what this worker and its peers hold between them of each parameter."""
     buckets: Sequence[Bucket]
     pieces: Sequence[tuple[Piece, torch.Tensor]]
     optimizer: optim.Optimizer
@@ -42,7 +43,7 @@ def join_state(kept: Kept) -> State:
     agreed: dict[str, list[str]] = {}
     for theirs in kept.owners.gather_values(kinds):
         agreed.update({key: kind for key, kind in theirs.items() if key not in agreed or kind[0] == "each"})
-    whole: State = {name: {} for name in kept.parameters}
+    whole: State = {name: {} for name in kept.shapes}
     present = _present(kept, local)
     for key, (kind, dtype) in sorted(agreed.items()):
         if kind == "each":
@@ -58,7 +59,7 @@ def cut_state(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> No
     for piece, target in kept.pieces:
         if piece.name not in state:
             continue
-        shape = kept.parameters[piece.name].shape
+        shape = kept.shapes[piece.name]
         mine: dict[str, torch.Tensor] = {}
         for key, value in state[piece.name].items():
             if value.shape == shape and key in per_element:
@@ -71,17 +72,17 @@ def cut_state(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> No
 
 def _per_element(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) -> set[str]:
     """The keys with a number per element. Parameters of one number cannot tell: there, all entries look alike."""
-    telling = [name for name in state if kept.parameters[name].dim() > 0]
+    telling = [name for name in state if len(kept.shapes[name]) > 0]
     if not telling:
         return {key for entries in state.values() for key in entries} - {"step"}
-    shapes = {name: kept.parameters[name].shape for name in telling}
+    shapes = {name: kept.shapes[name] for name in telling}
     return {key for name in telling for key, value in state[name].items() if value.shape == shapes[name]}
 
 
 def _present(kept: Kept, local: Mapping[str, list[tuple[Piece, dict[str, torch.Tensor]]]]) -> set[str]:
-    flags = [float(any(entries for _, entries in local.get(name, []))) for name in kept.parameters]
+    flags = [float(any(entries for _, entries in local.get(name, []))) for name in kept.shapes]
     anywhere = kept.owners.gather_numbers(flags).sum(0).tolist()
-    return {name for name, flag in zip(kept.parameters, anywhere, strict=True) if flag > 0}
+    return {name for name, flag in zip(kept.shapes, anywhere, strict=True) if flag > 0}
 
 
 def _join_each(
@@ -102,7 +103,7 @@ def _join_each(
         kept.owners.all_gather(vector, mine).wait()
         for place in bucket.places:
             part = vector[place.start : place.start + place.numel]
-            whole[place.name][key] = part.view(kept.parameters[place.name].shape).clone()
+            whole[place.name][key] = part.view(kept.shapes[place.name]).clone()
 
 
 def _join_one(
@@ -117,6 +118,6 @@ def _join_one(
             (float(entries[key]) for _, entries in local.get(name, []) if key in entries), default=-1e300
         )
 
-    rows = kept.owners.gather_numbers([mine(name) for name in kept.parameters])
-    for name, value in zip(kept.parameters, rows.amax(0).tolist(), strict=True):
+    rows = kept.owners.gather_numbers([mine(name) for name in kept.shapes])
+    for name, value in zip(kept.shapes, rows.amax(0).tolist(), strict=True):
         whole[name][key] = torch.tensor(value, dtype=dtype)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal import compress, exchange
+from shoal import compress, exchange, pipeline
 from shoal.config import degree_of, fill_options, parse_strategy
 from shoal.errors import ConfigError
+from shoal.pipeline.base import PipelineOptions
+from shoal.tensor.cuts import TensorOptions
 from shoal.types import Plan
 
 Rule = Callable[[Plan, int], str | None]
@@ -29,6 +31,8 @@ def check_text(text: str, workers: int) -> Plan:
     options: object = fill_options(plan.exchange, chosen.Options)
     if plan.compressor is not None:
         fill_options(plan.compressor, compress.TABLE.look_up(plan.compressor.name))
+    if plan.tensor is not None:
+        fill_options(plan.tensor, TensorOptions)
     if not 0 < getattr(options, "bucket_mb", 1.0) < float("inf"):
         raise ConfigError(f"{plan.exchange}: bucket_mb must be a size above 0; 16 is a good one.")
     for rule in RULES:
@@ -54,18 +58,61 @@ def _degrees_divide(plan: Plan, workers: int) -> str | None:
     return None
 
 
-def _no_layer_is_cut_yet(plan: Plan, workers: int) -> str | None:
-    del workers
-    cut = [c for c in (plan.tensor, plan.pipeline) if degree_of(c) > 1]
-    if cut:
-        return f"{plan}: this version cannot split a model ({cut[0]}); use {plan.exchange} alone."
-    return None
-
-
 def _solo_is_alone(plan: Plan, workers: int) -> str | None:
     if plan.exchange.name == "solo" and workers > 1:
         return f"solo is one process alone; you have {workers} workers. Use --workers 1, or ddp."
     return None
 
 
-RULES: tuple[Rule, ...] = (_workers_exist, _degrees_divide, _no_layer_is_cut_yet, _solo_is_alone)
+def _schedule_fits(plan: Plan, workers: int) -> str | None:
+    del workers
+    if plan.pipeline is None:
+        return None
+    options = fill_options(plan.pipeline, PipelineOptions)
+    chosen = pipeline.TABLE.look_up(options.schedule)
+    ranks = degree_of(plan.pipeline)
+    if chosen.stages_per_rank > 1 and exchange.TABLE.look_up(plan.exchange.name).cuts_parameters:
+        return (
+            f"{plan.exchange} gathers the layers of one stage a worker, and {options.schedule} has "
+            f"{chosen.stages_per_rank}; use {plan.pipeline.name}(1f1b)."
+        )
+    return chosen.refuse(ranks, options.microbatches)
+
+
+def _replicas_divide(plan: Plan, workers: int) -> str | None:
+    data = workers // max(degree_of(plan.tensor) * degree_of(plan.pipeline), 1)
+    replicas = replicas_of(plan)
+    if replicas < 1 or data % replicas:
+        return (
+            f"{plan.exchange} puts {data} workers into {replicas} equal groups, which cannot be done; use "
+            "replicas=1, or a number that divides them."
+        )
+    return None
+
+
+def replicas_of(plan: Plan) -> int:
+    """How many copies of the parameters an exchange that cuts them keeps."""
+    chosen = exchange.TABLE.look_up(plan.exchange.name)
+    options: object = fill_options(plan.exchange, chosen.Options)
+    return int(getattr(options, "replicas", 1))
+
+
+def pipeline_options(plan: Plan) -> PipelineOptions:
+    """What `ppN(...)` says; plain accumulation is a pipeline of one micro-batch."""
+    if plan.pipeline is None or degree_of(plan.pipeline) == 1:
+        return PipelineOptions("gpipe", 1)
+    return fill_options(plan.pipeline, PipelineOptions)
+
+
+def tensor_options(plan: Plan) -> TensorOptions:
+    """What `tpN(...)` says."""
+    return TensorOptions() if plan.tensor is None else fill_options(plan.tensor, TensorOptions)
+
+
+RULES: tuple[Rule, ...] = (
+    _workers_exist,
+    _degrees_divide,
+    _solo_is_alone,
+    _schedule_fits,
+    _replicas_divide,
+)

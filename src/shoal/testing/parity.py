@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.testing.toys import Toy, classify
+from shoal.testing.toys import Toy
 from shoal.train.build import Order, build
-from shoal.train.step import Parts, run_step
+from shoal.train.parts import Parts
+from shoal.train.step import run_step
 from shoal.world.world import World
 
 
@@ -32,10 +33,14 @@ def run_toy(
     deterministic: bool = False,
 ) -> Trace:
     """Train a toy in this world; every rank calls it."""
-    parts = toy_parts(world, toy, strategy, accumulate, precision, deterministic)
+    return run_order(world, toy_order(toy, strategy, accumulate, precision, deterministic), steps)
+
+
+def run_order(world: World, order: Order, steps: int) -> Trace:
+    """Train what is ordered in this world; every rank calls it."""
+    parts = build(order, world, record="")[1]
     losses = [run_step(parts, number).loss for number in range(steps)]
-    parameters = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
-    return Trace(losses, parameters, parts.exchange.optimizer_state())
+    return Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
 
 
 def toy_parts(
@@ -47,9 +52,20 @@ def toy_parts(
     deterministic: bool = False,
 ) -> Parts:
     """What it takes to train a toy, step by step."""
-    order = Order(
+    return build(toy_order(toy, strategy, accumulate, precision, deterministic), world, record="")[1]
+
+
+def toy_order(
+    toy: Toy,
+    strategy: str,
+    accumulate: int | None = None,
+    precision: str = "fp64",
+    deterministic: bool = False,
+) -> Order:
+    """A toy as `build` takes it; `dataclasses.replace` changes what else there is."""
+    return Order(
         model=toy.model,
-        loss=classify,
+        loss=toy.loss,
         optimizer=toy.optimizer,
         data=toy.data(),  # type: ignore[arg-type]
         global_batch=toy.global_batch,
@@ -60,7 +76,6 @@ def toy_parts(
         seed=3,
         deterministic=deterministic,
     )
-    return build(order, world, record="")[1]
 
 
 def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:

@@ -90,6 +90,30 @@ class Dropped(nn.Module):
         return out
 
 
+class Stack(nn.Module):
+    """A transformer with positions of its own, a mask, and one weight for its embedding and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.places = nn.Parameter(torch.randn(4, 8))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(4)
+        )
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.mask = nn.Buffer(torch.full((4, 4), float("-inf")).triu(1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.places
+        for block in self.blocks:
+            x = block(x, self.mask)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Weight decay and bias correction: both go wrong if an unused parameter is updated."""
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
@@ -124,6 +148,7 @@ class Toy:
     accumulate: int = 1
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
     clip: float | None = None
+    loss: Callable[[Any, Any], tuple[torch.Tensor, int]] = classify
 
     def data(self) -> Dataset[Any]:
         """The samples; always the same."""
@@ -148,5 +173,6 @@ TABLE: Table[Toy] = Table(
         "uneven": Toy("a last batch too small for some workers", Odd, samples=26, global_batch=12),
         "accumulated": Toy("three micro-batches a step", Odd, accumulate=3, clip=0.5),
         "dropout": Toy("random streams", Dropped),
+        "stack": Toy("a transformer, clipped", Stack, tokens=True, optimizer=grouped, clip=0.5),
     },
 )

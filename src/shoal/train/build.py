@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from shoal import seeds
-from shoal.data.batch import Collate, Inputs, default_inputs
+from shoal import exchange, pipeline
+from shoal.blocks import find_blocks
+from shoal.config import degree_of
+from shoal.data.batch import Collate, Inputs, convert, default_inputs
 from shoal.data.loader import Feed, Loader
 from shoal.data.source import Source
 from shoal.errors import ConfigError
-from shoal.exchange import make_exchange
 from shoal.exchange.base import MakeOptimizer, Setup
-from shoal.plan.check import check_text
+from shoal.pipeline.base import Schedule
+from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_options
 from shoal.report.meter import Meter
+from shoal.tensor import loss_context
 from shoal.train import precision
+from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
+from shoal.train.divide import Divided, Trial, divide
 from shoal.train.loss import Loss
+from shoal.train.model import MODEL, MakeModel, agree_on_model, make_model
+from shoal.train.parts import Parts
+from shoal.train.pipelined import Job, Pipelined
+from shoal.train.recompute import recompute_blocks
 from shoal.train.record import Recorder
-from shoal.train.step import Parts
+from shoal.train.streams import Streams
+from shoal.train.whole import Shape, Whole
 from shoal.types import Plan
+from shoal.world.mesh import Mesh
 from shoal.world.world import World
-
-MakeModel = Callable[[], nn.Module]
-
-_MODEL = "give an nn.Module or a function of no arguments that returns one."
 
 
 @dataclass(frozen=True)
@@ -51,57 +57,154 @@ class Order:
     loader_workers: int = 0
     on_nan: str = "stop"
     deterministic: bool = False
+    recompute: str | None = None
+    batchnorm: str = "own"
+    tensor_rules: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(order.strategy, world.size)
-    chosen = precision.TABLE.look_up(order.precision)
     _check_kinds(order)
-    _check_numbers(order, world)
+    mesh = open_mesh(plan, world)
+    _check_numbers(order, plan, mesh)
     if order.deterministic:
         torch.use_deterministic_algorithms(True)
-    clip = make_clip(order.clip)
-    feed = Feed(
-        order.data,
-        order.global_batch,
-        world.rank,
-        world.size,
-        order.accumulate,
-        order.seed,
-        order.shuffle,
-        order.collate,
-        order.loader_workers,
-    )
+    return plan, _make_parts(order, plan, mesh, record)
+
+
+def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
+    world, chosen, clip = mesh.world, precision.TABLE.look_up(order.precision), make_clip(order.clip)
+    feed = make_feed(order, plan, mesh)
     loader = Loader(feed)
-    model = _make_model(order, chosen.model).to(world.device)
-    recorder = Recorder(record, world.rank) if record else None
+    lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
+    model, values = make_model(order.model, order.seed, chosen.model, lazily)
+    if values is None:
+        model.to(world.device)
+    recorder = Recorder(record, world.rank, _stands_for(order, mesh, feed)) if record else None
     if recorder is not None:
         recorder.start(model)
-    _agree_on_model(model, world)
-    setup = Setup(model, order.optimizer, world, order.accumulate, order.deterministic)
-    parts = Parts(
-        world=world,
+    agree_on_model(model, world)
+    shape, blocks = Shape.of(model), find_blocks(model)
+    divided = divide_model(order, plan, mesh, model, feed)
+    presence = _prepare_layers(order, model, mesh, blocks)
+    streams = Streams(model, blocks, order.seed)
+    job = Job(order.inputs or default_inputs, order.loss, chosen, streams, presence, world.device)
+    pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
+    made = exchange.make_exchange(
+        plan.exchange,
+        Setup(
+            model=model,
+            make_optimizer=order.optimizer,
+            world=mesh.data,
+            accumulate=order.accumulate,
+            deterministic=order.deterministic,
+            model_world=mesh.model,
+            shares=divided.shares,
+            mesh=mesh.torch,
+            blocks=blocks,
+            root=pipelined.root if pipelined is not None else None,
+            values=values,
+        ),
+    )
+    options = tensor_options(plan)
+    if pipelined is not None:
+        pipelined.connect(made, lambda: loss_context(options))
+    return Parts(
+        mesh=mesh,
         model=model,
+        pipeline=pipelined,
         loss=order.loss,
-        inputs=order.inputs or default_inputs,
+        inputs=job.inputs,
         loader=loader,
-        exchange=make_exchange(plan.exchange, setup),
+        exchange=made,
+        whole=Whole(mesh, made, shape, divided.layout, divided.same),
+        streams=streams,
+        presence=presence,
+        split_loss=lambda: loss_context(options),
         precision=chosen,
         scale=precision.LossScale(dynamic=chosen.scaled),
         clip=clip,
         skip_nan=order.on_nan == "skip",
-        seed=order.seed,
         meter=Meter(),
         recorder=recorder,
         count_per_sample=1.0,
     )
-    return plan, parts
+
+
+def _stands_for(order: Order, mesh: Mesh, feed: Feed) -> int:
+    """How many micro-batches all replicas compute for each one that the script asks for."""
+    if order.batchnorm != "sync":
+        return mesh.data.size * feed.accumulate // order.accumulate
+    if order.accumulate > 1:
+        raise ConfigError(
+            f"verify cannot follow batchnorm='sync' with accumulate={order.accumulate}: one process would have to "
+            "normalise samples of all workers together, micro-batch by micro-batch; verify with accumulate=1."
+        )
+    return 1  # all replicas normalise one batch together
+
+
+def open_mesh(plan: Plan, world: World) -> Mesh:
+    """The workers arranged as a plan wants them."""
+    replicas = replicas_of(plan) if _cuts_parameters(plan) else 0
+    return Mesh.open(world, degree_of(plan.tensor), degree_of(plan.pipeline), replicas)
+
+
+def make_feed(order: Order, plan: Plan, mesh: Mesh) -> Feed:
+    """Which samples this worker's replica gets, in how many micro-batches."""
+    meets = mesh.model.size > 1 or exchange.TABLE.look_up(plan.exchange.name).every_worker_computes
+    return Feed(
+        order.data,
+        order.global_batch,
+        mesh.data.rank,
+        mesh.data.size,
+        order.accumulate * pipeline_options(plan).microbatches,
+        order.seed,
+        order.shuffle,
+        order.collate,
+        order.loader_workers,
+        fill=meets or order.batchnorm == "sync",
+    )
+
+
+def divide_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Divided:
+    """Cut the model to this worker's part of it, if the plan cuts it."""
+    if mesh.model.size == 1:
+        return Divided()
+    options, chosen = pipeline_options(plan), precision.TABLE.look_up(order.precision)
+    # The same micro-batch on every rank, so that all find the same.
+    batch = Loader(replace(feed, rank=0, workers=0)).take(0).batches[0]
+    batch = convert(batch, mesh.world.device, chosen.model)
+    trial = Trial(model, batch, order.inputs or default_inputs, order.loss, chosen, mesh.world.device)
+    if mesh.stages.size > 1:
+        _check_batchnorm(order, model, feed)
+    return divide(trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), options.split)
+
+
+def plan_schedule(plan: Plan) -> type[Schedule]:
+    """The pipeline schedule of a plan."""
+    return pipeline.TABLE.look_up(pipeline_options(plan).schedule)
+
+
+def _cuts_parameters(plan: Plan) -> bool:
+    return exchange.TABLE.look_up(plan.exchange.name).cuts_parameters
+
+
+def _prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
+    """Batch normalisation over all workers, and blocks that are computed twice."""
+    presence = Presence()
+    if order.batchnorm == "sync":
+        sync_batchnorm(model, mesh.data.apart(), presence)  # its sums go between the gradients' in any order
+    if order.recompute == "blocks":
+        here = [name for name in blocks if next(model.get_submodule(name).parameters(), None) is not None]
+        if here or not blocks:  # a stage may have none of them
+            recompute_blocks(model, here)
+    return presence
 
 
 def _check_kinds(order: Order) -> None:
     if not isinstance(order.model, nn.Module) and not callable(order.model):
-        raise ConfigError(f"model= is a {type(order.model).__name__}; {_MODEL}")
+        raise ConfigError(f"model= is a {type(order.model).__name__}; {MODEL}")
     if not callable(order.optimizer):
         raise ConfigError(
             f"optimizer= is a {type(order.optimizer).__name__}; give a function of the parameters that returns "
@@ -116,61 +219,48 @@ def _check_kinds(order: Order) -> None:
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
 
 
-def _check_numbers(order: Order, world: World) -> None:
+def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
     if order.on_nan not in ("stop", "skip"):
         raise ConfigError(f"on_nan='{order.on_nan}'; it is 'stop' or 'skip'.")
+    if order.batchnorm not in ("own", "sync"):
+        raise ConfigError(
+            f"batchnorm='{order.batchnorm}'; it is 'own' (each worker's samples) or 'sync' (all workers')."
+        )
+    if order.recompute not in (None, "blocks"):
+        raise ConfigError(f"recompute='{order.recompute}'; it is 'blocks', or None.")
     if order.accumulate < 1:
         raise ConfigError(f"accumulate={order.accumulate}; it must be at least 1.")
     if order.loader_workers < 0:
         raise ConfigError(f"loader_workers={order.loader_workers}; it must be at least 0.")
-    needed = world.size * order.accumulate
-    if order.global_batch < needed:
+    if order.batchnorm == "sync" and mesh.stages.size > 1:
         raise ConfigError(
-            f"global_batch={order.global_batch} cannot be cut into {world.size} workers × {order.accumulate} "
-            f"micro-batches = {needed} parts; use global_batch={needed} or more, or fewer workers."
+            f"batchnorm='sync' under {plan}: the micro-batches of a pipeline run one after the other and cannot be "
+            "normalised together; leave batchnorm out, or the pipeline."
+        )
+    if order.recompute and plan_schedule(plan).halves_backward:
+        raise ConfigError(
+            f"recompute='{order.recompute}' under {plan}: a backward pass in two parts would compute every block "
+            "twice more; use 1f1b."
+        )
+    parts = order.accumulate * pipeline_options(plan).microbatches
+    needed = mesh.data.size * parts
+    if order.global_batch < needed:
+        who = "workers" if mesh.model.size == 1 else "replicas"
+        raise ConfigError(
+            f"global_batch={order.global_batch} cannot be cut into {mesh.data.size} {who} × {parts} "
+            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer workers, or fewer "
+            "micro-batches."
         )
 
 
-def _make_model(order: Order, dtype: torch.dtype | None) -> nn.Module:
-    """Build the model from its factory, with initial values keyed by name; or take the one that was given."""
-    given = order.model
-
-    def make() -> nn.Module:
-        made: Any = given()
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"model= made a {type(made).__name__}; {_MODEL}")
-        return made
-
-    model = given if isinstance(given, nn.Module) else seeds.build_by_name(make, order.seed)
-    return model.train() if dtype is None else model.to(dtype).train()
-
-
-def _agree_on_model(model: nn.Module, world: World) -> None:
-    """All ranks must have the same parameters and buffers; then all take rank 0's values."""
-    if world.size == 1:
-        return
-    mine = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
-    mine += [[n, list(b.shape), str(b.dtype), True] for n, b in model.named_buffers()]
-    everyone = world.gather_values(mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ConfigError(_disagreement(everyone[0], theirs, rank))
-    with torch.no_grad():
-        tensors = [*model.parameters(), *model.buffers()]
-        for handle in [world.broadcast(t.detach()) for t in tensors if t.numel()]:
-            handle.wait()
-
-
-def _disagreement(first: list[Any], other: list[Any], rank: int) -> str:
-    remedy = "build the same model on every rank."
-    for a, b in zip(first, other, strict=False):
-        if a != b:
-            return f"ranks disagree on the model: rank 0 has {_line(a)}, rank {rank} has {_line(b)}; {remedy}"
-    longer, owner = (first, 0) if len(first) > len(other) else (other, rank)
-    extra = longer[min(len(first), len(other))]
-    return f"ranks disagree on the model: only rank {owner} has {_line(extra)}; {remedy}"
-
-
-def _line(entry: list[Any]) -> str:
-    name, shape, dtype, learns = entry
-    return f"'{name}' {shape} {dtype.removeprefix('torch.')}{'' if learns else ' frozen'}"
+def _check_batchnorm(order: Order, model: nn.Module, feed: Feed) -> None:
+    """Short micro-batches are filled up in a pipeline, and batch normalisation would see what fills them."""
+    even = (
+        order.global_batch % (feed.size * feed.accumulate) == 0 and len(order.data) % order.global_batch == 0
+    )
+    if has_batchnorm(model) and not even:
+        raise ConfigError(
+            f"a pipeline with batch normalisation needs micro-batches of one size: {len(order.data)} samples in "
+            f"batches of {order.global_batch}, each in {feed.size * feed.accumulate} parts, leave a rest; choose "
+            "sizes that divide, or use LayerNorm or GroupNorm."
+        )

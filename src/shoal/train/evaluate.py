@@ -13,7 +13,7 @@ from shoal.data.batch import Batch, convert
 from shoal.data.loader import Loader
 from shoal.data.source import Source, check_source
 from shoal.train.loss import as_sum_and_count
-from shoal.train.step import Parts
+from shoal.train.parts import Parts
 from shoal.types import Evaluation
 
 Metric = Callable[[Any, Batch], Any]
@@ -23,6 +23,7 @@ Metric = Callable[[Any, Batch], Any]
 def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
     """Every rank calls it and gets the same answer."""
     world, model = parts.world, parts.model
+    data_world = parts.mesh.data
     check_source(data, 1)
     batch = min(batch, len(data))
     feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
@@ -31,17 +32,19 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)
     was_training = model.training
     # Buffers such as batch-norm statistics follow each rank's own data; rank 0's are the ones a checkpoint keeps.
-    for handle in [world.broadcast(b) for b in model.buffers() if b.numel()]:
+    for handle in [data_world.broadcast(b) for b in model.buffers() if b.numel()]:
         handle.wait()
     model.eval()
     try:
         with torch.no_grad():
             for step in range(loader.steps_per_epoch):
-                for mine in loader.take(step).batches:
-                    if mine is not None:
-                        sums += _measure(parts, mine, measures)
+                portion = loader.take(step)
+                for mine, counts in zip(portion.batches, portion.counts, strict=True):
+                    if mine is not None:  # a filler takes part and counts nothing
+                        sums += counts * _measure(parts, mine, measures)
     finally:
         model.train(was_training)
+    sums /= parts.mesh.tensor.size  # all of them have measured the same
     world.all_reduce(sums).wait()
     means = {
         name: total / count if count else math.nan
@@ -51,10 +54,16 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
 
 
 def _measure(parts: Parts, batch: Batch, measures: Mapping[str, Metric]) -> torch.Tensor:
-    batch = convert(batch, parts.world.device, parts.precision.model)
     rows = []
-    with parts.precision.context(parts.world.device):
-        output = parts.model(parts.inputs(batch))
+    with parts.precision.context(parts.world.device), parts.split_loss():
+        if parts.pipeline is None:
+            batch = convert(batch, parts.world.device, parts.precision.model)
+            output = parts.model(parts.inputs(batch))
+        else:
+            measured = parts.pipeline.measure(batch)
+            if measured is None:
+                return torch.zeros(len(measures), 2, dtype=torch.float64)
+            output, batch = measured
         for measure in measures.values():
             total, count = as_sum_and_count(measure(output, batch), batch)
             rows.append([float(total), count])

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint import plain
 from shoal.errors import ConfigError
 from shoal.report.console import Console
 from shoal.report.events import EventLog
+from shoal.train.parts import Parts
 from shoal.train.schedule import MakeScheduler, advance, make_scheduler, restore_schedule, schedule_state
-from shoal.train.step import Parts, run_step
+from shoal.train.step import run_step
 from shoal.types import StepReport
 
 
@@ -85,7 +85,7 @@ class Loop:
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
         parts = self.parts
-        optimizer = parts.exchange.optimizer_state()
+        optimizer, model = parts.whole.optimizer_state(), parts.whole.tensors()
         if parts.world.rank == 0:
             state = {
                 "step": progress.step,
@@ -97,7 +97,7 @@ class Loop:
                 "order": list(parts.exchange.order),
                 "data": _data_facts(parts),
             }
-            plain.write(root, name, plain.Snapshot(plain.model_tensors(parts.model), optimizer, state))
+            plain.write(root, name, plain.Snapshot(model, optimizer, state))
         parts.world.barrier()
 
     def resume(self) -> Progress:
@@ -110,8 +110,7 @@ class Loop:
             return Progress()
         source, snapshot = found
         parts, state = self.parts, snapshot.state
-        with torch.no_grad():
-            plain.load_model(parts.model, snapshot.model, source)
+        parts.whole.load(snapshot.model, source)
         mine = type(parts.exchange.optimizer).__name__
         if state["optimizer"] != mine:
             raise ConfigError(
@@ -120,7 +119,7 @@ class Loop:
             )
         if set(state["order"]) == set(parts.exchange.order):
             parts.exchange.lay_out_again(state["order"])
-        parts.exchange.load_optimizer_state(snapshot.optimizer)
+        parts.whole.load_optimizer_state(snapshot.optimizer)
         if parts.scale.dynamic and state["scale"] is not None:
             parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
         parts.count_per_sample = state["count_per_sample"]

@@ -16,16 +16,21 @@ from shoal.checkpoint.plain import load_model, model_tensors
 class Recorder:
     """Every rank calls it, because gathering is collective; rank 0 writes."""
 
-    def __init__(self, folder: str, rank: int) -> None:
+    def __init__(self, folder: str, rank: int, stands_for: int) -> None:
+        """`stands_for`: how many micro-batches this run computes for each one that the script asks for."""
         self._folder = Path(folder)
         self._writes = rank == 0
+        if self._writes:
+            (self._folder / "stands_for").write_text(str(stands_for))
 
     def start(self, model: nn.Module) -> None:
         """Both runs begin with the same weights: the first leaves its own beside its folder, the second takes them."""
         file = self._folder.parent / "initial.safetensors"
+        if not self._writes:
+            return  # rank 0's values reach the others when ranks agree on the model
         if file.exists():
             load_model(model, load_file(file), str(file))
-        elif self._writes:
+        else:
             save_file(model_tensors(model), file)
 
     def gradients(self, step: int, loss: float, summed: Mapping[str, torch.Tensor], mean: float) -> None:
@@ -35,12 +40,10 @@ class Recorder:
             save_file(means, self._file(step, "gradients"))
             (self._folder / f"{step}.loss.json").write_text(json.dumps(loss))
 
-    def parameters(self, step: int, model: nn.Module) -> None:
+    def parameters(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
         """The parameters after the update."""
         if self._writes:
-            plain = torch.contiguous_format
-            named = {n: p.detach().cpu().clone(memory_format=plain) for n, p in model.named_parameters()}
-            save_file(named, self._file(step, "parameters"))
+            save_file({n: p.contiguous() for n, p in values.items()}, self._file(step, "parameters"))
 
     def _file(self, step: int, kind: str) -> Path:
         return self._folder / f"{step}.{kind}.safetensors"

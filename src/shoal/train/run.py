@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
@@ -14,17 +14,18 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.plain import model_tensors
 from shoal.config import as_type
 from shoal.data.batch import Collate, Inputs
 from shoal.data.source import Source
 from shoal.errors import ConfigError
 from shoal.exchange.base import MakeOptimizer
 from shoal.table import did_you_mean
-from shoal.train.build import MakeModel, Order, build
+from shoal.train.build import Order, build
+from shoal.train.describe import describe_model
 from shoal.train.evaluate import Metric, evaluate
 from shoal.train.loop import Loop, count_steps
 from shoal.train.loss import Loss
+from shoal.train.model import MakeModel
 from shoal.train.schedule import MakeScheduler
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.failure import end_in_one_sentence
@@ -68,6 +69,12 @@ class Run:
     """A learning rate such as "cosine(warmup=100)", or optimizer -> torch scheduler; advances once a step."""
     accumulate: int = 1
     """Micro-batches per worker and step."""
+    recompute: str | None = None
+    """"blocks" keeps only the inputs of each block and computes its activations again when backward needs them."""
+    batchnorm: str = "own"
+    """What batch normalisation sees: each worker's "own" samples, or "sync": those of all workers."""
+    tensor_rules: Mapping[str, str] = field(default_factory=dict)
+    """How tpN cuts modules, by name pattern, where it should not find out itself: {"*.up": "column"}."""
     seed: int = 0
     """Of weights, sample order and dropout."""
     inputs: Inputs | None = None
@@ -107,8 +114,13 @@ class Run:
             self.log, self.progress = None, False
         self.world = World.open(launch, self.backend, self.device)
         atexit.register(self.world.close)
-        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(Order)}
-        self.plan, self._parts = build(Order(**asked), self.world, launch.record)
+        order = Order(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Order)})
+        if launch.listing:
+            print(describe_model(order, launch.listing))
+            sys.exit(0)
+        self.plan, self._parts = build(order, self.world, launch.record)
+        if self._parts.mesh.model.size > 1 and self.progress and self.world.rank == 0:
+            print(f"{self.plan}\n{self._parts.mesh.drawing()}", file=sys.stderr)
         self._loop = Loop(
             self._parts,
             self.schedule,
@@ -149,8 +161,9 @@ class Run:
         self._loop.save(path.name, self._progress, path.parent if elsewhere else None)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model on rank 0, on the CPU; empty on other ranks."""
-        return model_tensors(self._parts.model) if self.world.rank == 0 else {}
+        """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it."""
+        whole = self._parts.whole.tensors()
+        return whole if self.world.rank == 0 else {}
 
     def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
         """What --strategy, --set and --steps say; they win over the script."""
@@ -186,4 +199,4 @@ class Run:
         return Path(self.log)
 
 
-_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate"}
+_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate", "tensor_rules"}

@@ -6,44 +6,18 @@ Values flow one way: a portion of the data, losses, gradients, a tally, an updat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from shoal import seeds
-from shoal.data.batch import Batch, Inputs, convert
-from shoal.data.loader import Loader
+from shoal.data.batch import Batch, convert
+from shoal.data.loader import Portion
 from shoal.errors import NonFiniteLoss
-from shoal.exchange.base import Exchange, Tally
-from shoal.report.meter import Meter, peak_memory
-from shoal.train.clip import ByNorm, ByValue, Clip
-from shoal.train.loss import Loss, as_sum_and_count, check_gradient
-from shoal.train.precision import LossScale, Precision
-from shoal.train.record import Recorder
+from shoal.exchange.base import Tally
+from shoal.report.meter import peak_memory
+from shoal.train.clip import ByNorm, ByValue
+from shoal.train.loss import as_sum_and_count, check_gradient
+from shoal.train.parts import Parts
 from shoal.types import StepReport
-from shoal.world.world import World
-
-
-@dataclass
-class Parts:
-    """What a step works with. Made by build.py; only `scale` and `count_per_sample` change from step to step."""
-
-    world: World
-    model: nn.Module
-    loss: Loss
-    inputs: Inputs
-    loader: Loader
-    exchange: Exchange
-    precision: Precision
-    scale: LossScale
-    clip: Clip | None
-    skip_nan: bool
-    seed: int
-    meter: Meter
-    recorder: Recorder | None
-    count_per_sample: float
-    """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
 
 
 def run_step(parts: Parts, number: int) -> StepReport:
@@ -55,21 +29,16 @@ def run_step(parts: Parts, number: int) -> StepReport:
     meter.mark("data")
 
     exchange.begin()
-    losses, count = [], 0.0
     foreseen = parts.count_per_sample * portion.samples
     weight = parts.scale.value / foreseen
-    for i, batch in enumerate(portion.batches):
-        total = None
-        if batch is not None:
-            seeds.set_stream(parts.seed, "step", number, portion.first + i)
-            total, n = forward(parts, batch)
-            check_gradient(total)
-            losses.append(total.detach())
-            count += n
-        exchange.backward(total, weight, last=i == len(portion.batches) - 1)
+    if parts.pipeline is None:
+        mine = accumulate(parts, number, portion, weight)
+    else:
+        mine = parts.pipeline.run(number, portion, weight)
+    parts.streams.close_if_unused()
     meter.mark("compute")
 
-    tally = exchange.finish(Tally(sum([loss.item() for loss in losses]), count))
+    tally = _over_stages(parts, exchange.finish(mine))
     meter.mark("exposed")
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
@@ -95,6 +64,34 @@ def run_step(parts: Parts, number: int) -> StepReport:
         grad_norm=norm,
         skipped=skipped,
     )
+
+
+def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:
+    """Forward and backward, one micro-batch after the other: a pipeline of one stage."""
+    losses, count = [], 0.0
+    last = len(portion.batches) - 1
+    for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True)):
+        total = None
+        with parts.split_loss():
+            if batch is not None:
+                parts.streams.begin(number, portion.first + i)
+                parts.presence.counts = counts
+                total, n = forward(parts, batch)
+                parts.streams.settle()
+                check_gradient(total)
+                if counts:
+                    losses.append(total.detach())
+                    count += n
+            parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
+    return Tally(sum([float(loss) for loss in losses]), count)
+
+
+def _over_stages(parts: Parts, tally: Tally) -> Tally:
+    """Only the last stage of a pipeline sees the loss; here all learn of it."""
+    if parts.mesh.stages.size == 1:
+        return tally
+    total, count = parts.mesh.stages.gather_numbers([tally.total, tally.count]).sum(0).tolist()
+    return Tally(total, count)
 
 
 def forward(parts: Parts, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -127,13 +124,13 @@ def _update(
         if not math.isfinite(norm):
             return _not_finite(parts, number, norm)
     if parts.recorder is not None:
-        parts.recorder.gradients(number, loss, exchange.gradients(), mean)
+        parts.recorder.gradients(number, loss, parts.whole.gradients(), mean)
     factor = mean
     if isinstance(clip, ByNorm) and norm is not None:
         factor *= min(1.0, clip.limit / (norm + 1e-6))
     exchange.update(factor, clip.limit if isinstance(clip, ByValue) else None)
     if parts.recorder is not None:
-        parts.recorder.parameters(number, parts.model)
+        parts.recorder.parameters(number, parts.whole.parameters())
     parts.scale.succeeded()
     return norm, False
 

@@ -11,7 +11,7 @@ or in the tail no matter how its parameter was cut, so all exchanges round alike
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,8 @@ class Bucket:
     dtype: torch.dtype
     places: tuple[Place, ...]
     size: int
+    share: float = 1.0
+    """How much of its parameters counts on this worker for the norm of the whole model."""
 
     @property
     def nbytes(self) -> int:
@@ -56,29 +58,34 @@ class Piece:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, int, torch.dtype]], slices: int, capacity: int
+    parameters: Sequence[tuple[str, int, torch.dtype]],
+    slices: int,
+    capacity: int,
+    shares: Mapping[str, float] | None = None,
 ) -> tuple[Bucket, ...]:
     """Pack (name, numel, dtype), in the order given, into buckets of at most `capacity` bytes each.
 
-    A parameter larger than the capacity gets a bucket of its own. Each dtype has its own buckets.
+    A parameter larger than the capacity gets a bucket of its own. Each dtype has its own buckets, and so has each
+    share (1 where none is given), by which a bucket counts in the norm.
 
     >>> buckets = lay_out([("b", 3, torch.float32), ("a", 100, torch.float32)], slices=2, capacity=4096)
     >>> [(p.name, p.start) for p in buckets[0].places], buckets[0].size
     ([('b', 0), ('a', 64)], 256)
     """
     buckets: list[Bucket] = []
-    for dtype in dict.fromkeys(dtype for _, _, dtype in parameters):
+    kinds = {name: (dtype, (shares or {}).get(name, 1.0)) for name, _, dtype in parameters}
+    for dtype, share in dict.fromkeys(kinds.values()):
         places: list[Place] = []
         end = 0
-        for name, numel, this in parameters:
-            if this != dtype:
+        for name, numel, _ in parameters:
+            if kinds[name] != (dtype, share):
                 continue
             if places and (end + numel) * dtype.itemsize > capacity:
-                buckets.append(_close(len(buckets), dtype, places, end, slices))
+                buckets.append(_close(len(buckets), dtype, places, end, slices, share))
                 places, end = [], 0
             places.append(Place(name, end, numel))
             end = _round_up(end + numel, ALIGN)
-        buckets.append(_close(len(buckets), dtype, places, end, slices))
+        buckets.append(_close(len(buckets), dtype, places, end, slices, share))
     return tuple(buckets)
 
 
@@ -106,8 +113,10 @@ def gaps_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
     return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
 
-def _close(index: int, dtype: torch.dtype, places: list[Place], end: int, slices: int) -> Bucket:
-    return Bucket(index, dtype, tuple(places), _round_up(max(end, 1), ALIGN * slices))
+def _close(
+    index: int, dtype: torch.dtype, places: list[Place], end: int, slices: int, share: float
+) -> Bucket:
+    return Bucket(index, dtype, tuple(places), _round_up(max(end, 1), ALIGN * slices), share)
 
 
 def _round_up(value: int, multiple: int) -> int:

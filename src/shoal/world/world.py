@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError
 from shoal.world.gloo import GatheredParts, ScatteredSum
@@ -64,6 +65,7 @@ class World:
         store: c10d.Store | None = None,
         group: dist.ProcessGroup | None = None,
         traffic: Traffic | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.device = device
@@ -72,6 +74,10 @@ class World:
         self.store = store
         self.group = group
         self.traffic = traffic or Traffic()
+        self.members = tuple(range(size)) if members is None else tuple(members)
+        """The number of each of these workers among all workers of the job."""
+        self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        """The ways in which these workers have been arranged so far."""
 
     @staticmethod
     def alone(device: torch.device | None = None) -> World:
@@ -102,19 +108,31 @@ class World:
         """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
         if list(groups[0]) == list(range(self.size)) and isinstance(self.group, SharedMemoryGroup):
             return self  # everybody, who share memory already
-        mine: World | None = None
-        for ranks in groups:
-            # Groups are made by all workers in the same order, whether they are members or not.
-            group = (
-                dist.new_group(list(ranks), backend=_small_backend(self.device)) if len(ranks) > 1 else None
-            )
-            if self.rank in ranks:
-                hosts = [self.hosts[rank] for rank in ranks]
-                mine = World(
-                    ranks.index(self.rank), len(ranks), self.device, hosts, self.store, group, self.traffic
-                )
-        assert mine is not None, "every rank must be in one group"
-        return mine
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        members = [self.members[rank] for rank in mine]
+        if len(members) == 1:
+            return self._smaller(members, None)
+        # Only members meet to make a group, so that parts of the job may be cut in ways of their own.
+        group = dist.new_group(members, backend=_small_backend(self.device), use_local_synchronization=True)
+        return self._smaller(members, group)
+
+    def apart(self) -> World:
+        """The same workers with a group of their own: its collectives need not come in one order with ours."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(
+            list(self.members), backend=_small_backend(self.device), use_local_synchronization=True
+        )
+        return self._smaller(self.members, group)
+
+    def within(self, group: dist.ProcessGroup) -> World:
+        """The smaller world of a process group that this worker is in."""
+        return self._smaller(dist.get_process_group_ranks(group), group)
+
+    def _smaller(self, members: Sequence[int], group: dist.ProcessGroup | None) -> World:
+        me = members.index(self.members[self.rank])
+        hosts = [self.hosts[self.members.index(member)] for member in members]
+        return World(me, len(members), self.device, hosts, self.store, group, self.traffic, members)
 
     def close(self) -> None:
         """Leave the job. Peers may already be gone, so nothing waits."""

@@ -1,0 +1,118 @@
+"""What a worker holds of each parameter under zero3: some of its rows.
+
+`fully_shard` leaves a contiguous range of rows of every parameter on each worker. Seen flat, that is the slice of a
+bucket that holds this one parameter, and so everything that is known about buckets holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shoal.exchange.local import local
+from shoal.exchange.state import Kept
+from shoal.exchange.units import Unit
+from shoal.world.buckets import Bucket, Piece, Place, pieces_of, slice_of
+from shoal.world.world import World
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter that is cut by rows, and what is here of it."""
+
+    cell: Any
+    """FSDP2's own record of it."""
+    bucket: Bucket
+    shape: torch.Size
+    """Of what the workers hold of it between them."""
+    held: torch.Tensor
+    """The rows that are here: always the same memory. May be empty."""
+    pieces: tuple[Piece, ...]
+    """The same as a piece of the bucket; none if it is empty."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is between steps: a DTensor around `held`."""
+        sharded: nn.Parameter = self.cell.sharded_param
+        return sharded
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        """The parameter as the model computes with it; exists from the first forward pass on, always the same."""
+        unsharded: nn.Parameter = self.cell.unsharded_param
+        return unsharded
+
+    def take(self, whole: torch.Tensor) -> None:
+        """Keep this worker's rows of a whole value."""
+        flat = whole.detach().reshape(self.shape).reshape(-1)
+        for piece in self.pieces:
+            rows = flat[piece.offset : piece.offset + piece.numel]
+            self.held.copy_(rows.view(self.held.shape))
+
+    def join(self, rows: torch.Tensor, world: World) -> torch.Tensor:
+        """The whole of something that every worker has its rows of. Collective."""
+        padded = torch.zeros(self.bucket.size // world.size, dtype=rows.dtype, device=rows.device)
+        padded[: rows.numel()] = rows.reshape(-1)
+        whole = torch.empty(self.bucket.size, dtype=rows.dtype, device=rows.device)
+        world.all_gather(whole, padded).wait()
+        return whole[: self.shape.numel()].view(self.shape).clone()
+
+
+class Rows:
+    """Every parameter of a model: what is here of it, and how the whole comes together."""
+
+    def __init__(
+        self, units: Sequence[Unit], model: nn.Module, world: World, shares: Mapping[str, float]
+    ) -> None:
+        self._world = world
+        self.parts: dict[str, Part] = {}
+        """Those that are cut. From now on their rows stay where they are."""
+        if units:
+            units[
+                -1
+            ].module._get_fsdp_state()._lazy_init()  # else they would move once more, at the first step
+        cells = {id(cell.sharded_param): cell for unit in units for cell in unit.cells}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in cells:
+                share = shares.get(name, 1.0)
+                self.parts[name] = self._part(len(self.parts), name, cells[id(parameter)], share)
+        self.whole = {name: p for name, p in model.named_parameters() if name not in self.parts}
+        """Those that are not: alone all of them, else a few that cannot be cut, such as single numbers."""
+
+    def of(self, name: str) -> torch.Tensor:
+        """What is here of a parameter."""
+        return self.parts[name].held if name in self.parts else local(self.whole[name]).detach()
+
+    def join(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter, or of its gradient, of which every worker has such rows. Collective."""
+        return self.parts[name].join(rows, self._world) if name in self.parts else rows.clone()
+
+    def take(self, name: str, whole: torch.Tensor) -> None:
+        """Keep what belongs here of a whole value."""
+        if name in self.parts:
+            self.parts[name].take(whole)
+        else:
+            local(self.whole[name]).detach().copy_(whole)
+
+    def kept(self, optimizer: optim.Optimizer, learning: Collection[str]) -> Kept:
+        """The optimizer state of what is cut."""
+        mine = {name: part for name, part in self.parts.items() if name in learning}
+        pieces = [(piece, part.held) for part in mine.values() for piece in part.pieces]
+        shapes = {name: part.shape for name, part in mine.items()}
+        return Kept(shapes, [part.bucket for part in mine.values()], pieces, optimizer, self._world)
+
+    def _part(self, index: int, name: str, cell: Any, share: float) -> Part:
+        shape: torch.Size = cell._orig_size
+        size = cell.padded_sharded_param_size.numel() * self._world.size
+        bucket = Bucket(index, cell.sharded_param.dtype, (Place(name, 0, shape.numel()),), size, share)
+        pieces = pieces_of(bucket, *slice_of(bucket, self._world.size, self._world.rank))
+        return Part(cell, bucket, shape, local(cell.sharded_param).detach(), pieces)
+
+
+def watch(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call a hook whenever a gradient has arrived in `tensor.grad`."""
+    tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

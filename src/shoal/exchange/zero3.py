@@ -1,0 +1,298 @@
+"""ZeRO stage 3: parameters, gradients and optimizer state are cut over the workers; each holds its rows only.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+When to use: the model does not fit into one worker. Parameters are gathered unit by unit when they are needed, in
+forward and again in backward, which is one and a half times the traffic of ddp.
+
+torch's FSDP2 (`fully_shard`) does the cutting. What is different here from using it by hand: gradients are sums,
+whoever had how many samples; parameters that only some workers use, or none, are treated as one process would;
+gathers and sums run while the model computes, on a CPU too; the optimizer works on plain tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shoal.exchange.base import (
+    Exchange,
+    Setup,
+    State,
+    Tally,
+    back_propagate,
+    detached,
+    root_of_sum,
+    sum_of_squares,
+    trainable,
+)
+from shoal.exchange.gathers import Gathers
+from shoal.exchange.local import local, local_gradient
+from shoal.exchange.optimizer import (
+    make_optimizer,
+    move_optimizer,
+    names_in_groups,
+    refuse_sparse,
+    refuse_unless_elementwise,
+    step_scaled,
+)
+from shoal.exchange.rows import Rows, watch
+from shoal.exchange.scatters import Scatters
+from shoal.exchange.state import cut_state, join_state
+from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
+from shoal.types import Memory, Promise
+
+
+class Zero3(Exchange):
+    """Parameters are gathered when they are needed; gradients are reduce-scattered as soon as they are there."""
+
+    promise = Promise.EXACT
+    summary = "parameters, gradients and optimizer state cut over the workers"
+    Options = UnitOptions
+    every_worker_computes = True
+    cuts_parameters = True
+    order: tuple[str, ...] = ()
+
+    def __init__(self, setup: Setup, options: UnitOptions) -> None:
+        root = setup.root or setup.model
+        self.module, self.world = setup.model, setup.world
+        self._model_world, self._shares = setup.model_world, setup.shares
+        self._owners, self._replicas = axes_of(setup)
+        """Those among whom everything is cut, and those who hold the same rows."""
+        # A pipeline runs forward for many micro-batches before the first backward: there, units stay gathered.
+        reshard = options.reshard and setup.root is None
+        self._units: list[Unit] = []
+        if self._owners.size > 1:
+            assert setup.mesh is not None
+            mesh = setup.mesh["shard"]
+            self._units = cut_into_units(
+                root, setup.model, setup.blocks, mesh, replace(options, reshard=reshard)
+            )
+        if setup.values is not None:
+            make_real(root, torch.device("cpu") if options.offload else setup.world.device)
+        self._rows = Rows(self._units, setup.model, self._owners, setup.shares)
+        if setup.values is not None:
+            self._fill(setup)
+        self._prepare_optimizer(setup)
+        self._used: dict[str, bool] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        """Of what is here of each parameter."""
+        self._counting = True
+        """False while a micro-batch is computed that holds no samples."""
+        self._gathers: Gathers | None = None
+        self._scatters: Scatters | None = None
+        # Memory in which a sum will be is of no use to a pipeline, nor to a copy from a card.
+        self._at_once = setup.root is not None or (options.offload and setup.world.device.type != "cpu")
+        if self._units:
+            self._open_line(reshard)
+        for name, p in self._rows.whole.items():
+            if p.requires_grad:
+                watch(p, self._noticing(name))
+
+    def _fill(self, setup: Setup) -> None:
+        assert setup.values is not None
+        for name, _ in setup.model.named_parameters():
+            self._rows.take(name, setup.values(name))
+        for name, buffer in setup.model.named_buffers():
+            buffer.copy_(setup.values(name))
+
+    def _prepare_optimizer(self, setup: Setup) -> None:
+        self._learning = trainable(setup.model)
+        made = make_optimizer(setup.make_optimizer, self._learning)
+        refuse_sparse(made, "zero3")
+        refuse_unless_elementwise(made, "zero3")
+        groups = names_in_groups(made, self._learning, setup.model)
+        self._targets = {name: self._rows.of(name) for name in self._learning}
+        # A worker that has no row of a parameter has nothing to update of it.
+        tensors = {name: [t] if t.numel() else [] for name, t in self._targets.items()}
+        self.optimizer = move_optimizer(made, groups, tensors)
+
+    def _open_line(self, reshard: bool) -> None:
+        # Two groups, because workers may come to a gather and to a sum in different orders.
+        self._gathers = Gathers(self._units, self._owners.apart(), reshard)
+        self._scatters = Scatters(self._units, self._gathers, self._owners, self._at_once)
+        self._agreed = False
+        self._watching = False
+        root: Any = self._units[-1].module
+        root.register_forward_hook(self._watch_gathered)
+        for name, part in self._rows.parts.items():
+            if name in self._learning and not self._at_once:
+                watch(part.parameter, self._keeping(name))
+
+    # Who had a gradient, and where it is
+
+    def _watch_gathered(self, module: Any, inputs: Any, output: Any) -> None:
+        """What the model computes with exists from the end of the first forward pass on."""
+        del module, inputs, output
+        if not self._watching:
+            self._watching = True
+            for name, part in self._rows.parts.items():
+                if name in self._learning:
+                    watch(part.gathered, self._noticing(name))
+
+    # Hooks live as long as their tensors, where no garbage collector sees them: they must not keep us alive.
+
+    def _noticing(self, name: str) -> Any:
+        watcher = weakref.ref(self)
+
+        def hook(tensor: torch.Tensor) -> None:
+            here = watcher()
+            if here is not None and here._counting:
+                here._used[name] = True
+            if tensor.grad is not None and tensor.grad.is_sparse:
+                tensor.grad = tensor.grad.to_dense()
+
+        return hook
+
+    def _keeping(self, name: str) -> Any:
+        watcher = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            # Memory in which the sum will be. Taken away, or FSDP2 would add the next one to it too early.
+            here = watcher()
+            if here is None:
+                return
+            assert parameter.grad is not None
+            here._gradients.setdefault(name, local(parameter.grad))
+            parameter.grad = None
+
+        return hook
+
+    # The contract
+
+    def lay_out_again(self, order: list[str]) -> None:
+        del order  # nothing is laid out: each parameter is cut by its own rows
+
+    def begin(self) -> None:
+        if self._gathers is not None and not self._agreed and self._watching:
+            self._gathers.take_order(self.world.gather_values(self._gathers.seen))
+            self._agreed = True
+        for unit in self._units:
+            unit.reshard()  # an evaluation leaves the root gathered
+        self.drop()
+
+    def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
+        del last
+        self._counting = weight != 0.0
+        back_propagate(loss, weight)
+        self._counting = True
+        if self._gathers is not None and self._scatters is not None:
+            self._gathers.close_backward()
+            self._scatters.settle()
+
+    def collect(self) -> None:
+        pass  # the runtime of a pipeline has had them summed already
+
+    def finish(self, tally: Tally) -> Tally:
+        used = [float(self._used.get(name, False)) for name in self._learning]
+        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
+        self.world.all_reduce(numbers).wait()
+        total, count, *users = numbers.tolist()
+        self._used = {name: n > 0 for name, n in zip(self._learning, users, strict=True)}
+        handles = []
+        for name, p in self._rows.whole.items():
+            if self._used.get(name):
+                gradient = local_gradient(p)
+                self._gradients[name] = torch.zeros_like(local(p)) if gradient is None else gradient
+                handles.append(self.world.all_reduce(self._gradients[name]))
+        if self._at_once:
+            self._take_gradients()
+        handles += [self._replicas.all_reduce(rows) for rows in self._sums()]
+        for handle in handles:
+            handle.wait()
+        return Tally(total, count)
+
+    def _take_gradients(self) -> None:
+        """Where FSDP2 has put them."""
+        for name in self._having():
+            if name in self._rows.parts:
+                gradient = self._rows.parts[name].parameter.grad
+                held = self._rows.parts[name].held
+                self._gradients[name] = torch.zeros_like(held) if gradient is None else local(gradient)
+
+    def norm(self) -> float:
+        squares = 0.0
+        for name in self._having():
+            # What is not cut is the same on every owner: one of them counts it.
+            if name in self._rows.parts or self._owners.rank == 0:
+                squares += self._shares.get(name, 1.0) * sum_of_squares([self._gradients[name]])
+        return root_of_sum(squares, self._owners, self._model_world)
+
+    def update(self, factor: float, limit: float | None) -> None:
+        for name in self._having():
+            self._targets[name].grad = self._gradients[name]  # others keep None, which optimizers pass over
+        step_scaled(self.optimizer, self._held, factor, limit)
+        self.drop()
+
+    def drop(self) -> None:
+        for target in self._targets.values():
+            target.grad = None
+        for p in self._rows.whole.values():
+            p.grad = None
+        for part in self._rows.parts.values():
+            part.parameter.grad = None
+        if self._scatters is not None:
+            self._scatters.sums.clear()
+        self._used, self._gradients = {}, {}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: self._rows.join(name, self._gradients[name]) for name in self._having()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        names = [name for name, _ in self.module.named_parameters()]
+        return {name: self._rows.join(name, self._rows.of(name)) for name in names}
+
+    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
+        for unit in self._units:
+            unit.reshard()
+        for name in [*self._rows.parts, *self._rows.whole]:
+            self._rows.take(name, values[name])
+
+    def optimizer_state(self) -> State:
+        state, whole = self.optimizer.state, self._rows.whole
+        here = {n: t for n, t in self._targets.items() if n in whole and t in state}
+        found = {name: detached(state[target]) for name, target in here.items()}
+        if self._units:
+            found |= join_state(self._rows.kept(self.optimizer, self._learning))
+        return {name: found[name] for name in self._learning if name in found}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        parts = {name: entries for name, entries in state.items() if name in self._rows.parts}
+        cut_state(self._rows.kept(self.optimizer, self._learning), parts)
+        for name, entries in state.items():
+            if name not in parts:
+                self.optimizer.state[self._targets[name]] = detached(entries)
+
+    @classmethod
+    def memory(
+        cls,
+        parameters: float,
+        workers: int,
+        state_per_parameter: int = 2,
+        itemsize: int = 4,
+        largest_unit: float | None = None,
+    ) -> Memory:
+        """As for every exchange; `largest_unit` is its number of parameters, an eighth of the model if not given."""
+        each = parameters * itemsize / workers
+        unit = (parameters / 8 if largest_unit is None else largest_unit) * itemsize
+        return Memory(each, each, each * state_per_parameter, 4 * unit if workers > 1 else 0.0)
+
+    def _having(self) -> list[str]:
+        """The parameters that had a gradient somewhere."""
+        return [name for name in self._learning if self._used.get(name)]
+
+    def _sums(self) -> list[torch.Tensor]:
+        """The vectors that hold the gradients of this worker's rows; all of them, or as few as there are."""
+        if self._scatters is not None and not self._at_once:
+            return [self._scatters.sums[name] for name in sorted(self._scatters.sums)]
+        return [self._gradients[name] for name in self._having() if name in self._rows.parts]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [
+            *self._sums(),
+            *(self._gradients[name] for name in self._having() if name in self._rows.whole),
+        ]

@@ -1,0 +1,157 @@
+"""The contract of a pipeline schedule: which rank computes what, in which order. Plain data, no processes.
+
+A model is cut into stages, a batch into micro-batches. An action is one stage's work on one micro-batch. A
+schedule lists every rank's actions in order; that is all it says. Who sends what to whom follows from it.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.errors import ConfigError
+from shoal.types import Promise
+
+
+class Kind(enum.Enum):
+    """What is computed. A backward pass is B, or I and later W."""
+
+    F = "forward"
+    B = "full backward"
+    I = "backward of the inputs only"  # noqa: E741  the letters are those of the papers
+    W = "backward of the weights only"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One stage's work on one micro-batch.
+
+    >>> print(Action(2, Kind.F, 0))
+    2F0
+    """
+
+    stage: int
+    kind: Kind
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.micro}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long one stage takes for one micro-batch, in any unit.
+
+    >>> Costs(forward=1.0, inputs=1.5, weights=0.5).backward
+    2.0
+    """
+
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+
+    @property
+    def backward(self) -> float:
+        """Of the full backward pass."""
+        return self.inputs + self.weights
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def of(self, kind: Kind) -> float:
+        """The time of one action of this kind."""
+        if kind is Kind.F:
+            return self.forward
+        if kind is Kind.B:
+            return self.backward
+        return self.inputs if kind is Kind.I else self.weights
+
+
+EVEN = Costs()
+"""What matrix products cost: the backward pass takes two of the size of the forward pass's one."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What stands in the parentheses of `ppN(...)`."""
+
+    schedule: str = "1f1b"
+    """Who computes what when; `shoal list pipeline` shows the choices."""
+    microbatches: int = 8
+    """Into how many parts a worker's batch is cut."""
+    split: str = ""
+    """Names of the modules where stages begin, joined by "/"; empty finds them by measured cost."""
+
+
+class Schedule(ABC):
+    """Which rank computes what, in which order. Nothing has state: all methods are of the class."""
+
+    promise: ClassVar[Promise] = Promise.EXACT
+    summary: ClassVar[str]
+    stages_per_rank: ClassVar[int] = 1
+    halves_backward: ClassVar[bool] = False
+    """True if a backward pass is done in two parts."""
+
+    @classmethod
+    def rank_of(cls, stage: int, ranks: int) -> int:
+        """Which of the ranks runs a stage."""
+        return stage % ranks
+
+    @classmethod
+    def refuse(cls, ranks: int, microbatches: int) -> str | None:
+        """One sentence if this schedule cannot run with these numbers."""
+        if ranks < 1:
+            return f"a pipeline needs at least 1 rank; you have {ranks}. Use pp2."
+        if microbatches < 1:
+            return f"a pipeline needs at least 1 micro-batch; you have {microbatches}. Use microbatches=8."
+        return None
+
+    @classmethod
+    def actions(cls, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Every rank's actions, in order: compute only, communication is implied."""
+        refusal = cls.refuse(ranks, microbatches)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        return [cls.order(rank, ranks, microbatches) for rank in range(ranks)]
+
+    @classmethod
+    def bubble(cls, ranks: int, microbatches: int, costs: Costs = EVEN) -> float:
+        """The idle share of all ranks' time by formula, where every stage costs the same."""
+        makespan = cls.makespan(ranks, microbatches, costs)
+        return 1 - cls.stages_per_rank * microbatches * costs.total / makespan if makespan else 0.0
+
+    @classmethod
+    @abstractmethod
+    def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
+        """One rank's actions."""
+
+    @classmethod
+    @abstractmethod
+    def makespan(cls, ranks: int, microbatches: int, costs: Costs = EVEN) -> float:
+        """The time from the first action to the last by formula, where every stage costs the same."""
+
+    @classmethod
+    @abstractmethod
+    def peak(cls, rank: int, ranks: int, microbatches: int) -> int:
+        """The most forward activations this rank holds at once, one for each stage and micro-batch."""
+
+
+def one_forward_one_backward(
+    forwards: list[Action], backwards: list[list[Action]], ahead: int
+) -> list[Action]:
+    """`ahead` forward passes, then a forward and a backward pass in turn, then the backward passes that are left.
+
+    >>> F, B = ([Action(0, kind, micro) for micro in range(3)] for kind in (Kind.F, Kind.B))
+    >>> one_forward_one_backward(F, [[b] for b in B], ahead=1)
+    [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
+    """
+    order = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        order += forwards[ahead + number : ahead + number + 1]
+        order += backward
+    return order

@@ -1,0 +1,66 @@
+"""Take from a model what this worker's stages do not need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError
+from shoal.pipeline.spine import Interception, slots
+from shoal.pipeline.stage import Stage, another_way, host
+
+
+def trim(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> None:
+    """Take from the model what none of my stages needs; the rest keeps its names.
+
+    NaN that takes no memory and is no parameter is left in the place of another stage's weight. It does not follow
+    `model.to(...)`, so trim last.
+
+    >>> from shoal.pipeline.spine import observe
+    >>> from shoal.pipeline.stage import plan_stages
+    >>> model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    >>> trim(model, plan_stages(model, observe(model, torch.zeros(4, 3)), ["2"]), mine={1})
+    >>> [name for name, _ in model.named_parameters()]
+    ['2.weight', '2.bias']
+    """
+    called = {name for stage in stages for name in stage.modules}
+    needed = {name for number in mine for name in stages[number].parameters}
+    running = {name for number in mine for name in stages[number].modules}
+    for name, module, key, tensor in list(slots(model)):
+        if name in needed or (key in module._buffers and host(name.rpartition(".")[0], called) in running):
+            continue
+        module._parameters.pop(key, None)
+        module._buffers.pop(key, None)
+        empty = math.nan if tensor.is_floating_point() else 0
+        module.__dict__[key] = torch.full((), empty, dtype=tensor.dtype, device=tensor.device).expand(
+            tensor.shape
+        )
+    for name in called - running:
+        refusal = partial(_refuse, f"'{name}' is called outside of its stage")
+        Interception({model.get_submodule(name): refusal})
+
+
+def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(another_way(what))
+
+
+@contextmanager
+def trimmed(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> Iterator[None]:
+    """The model as `trim` leaves it, for a while."""
+    tables: list[dict[str, Any]] = [
+        table for m in model.modules() for table in (m.__dict__, m._parameters, m._buffers)
+    ]
+    before = [(table, dict(table)) for table in tables]
+    trim(model, stages, mine)
+    try:
+        yield
+    finally:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)

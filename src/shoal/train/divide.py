@@ -1,0 +1,131 @@
+"""Divide a model over the mesh: layers over the tensor axis, stages over the pipeline.
+
+Both begin with a trial: one forward pass of the whole model on a real micro-batch, the same on every rank, shows how
+data flows through it. What is found there is proved before anything is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.data.batch import Batch, Inputs
+from shoal.errors import ConfigError
+from shoal.pipeline.base import Schedule
+from shoal.pipeline.spine import undisturbed
+from shoal.pipeline.split import Split, find_split, span_costs
+from shoal.pipeline.trim import trim
+from shoal.tensor import Cuts, TensorLayout, TensorOptions, apply_cuts, check_options, find_cuts
+from shoal.train.loss import Loss, as_sum_and_count
+from shoal.train.precision import Precision
+from shoal.world.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One micro-batch, and how the model is called with it."""
+
+    model: nn.Module
+    batch: Batch
+    inputs: Inputs
+    loss: Loss
+    precision: Precision
+    device: torch.device
+
+    def run(self) -> Any:
+        """One forward pass."""
+        return self.model(self.inputs(self.batch))
+
+    @contextmanager
+    def calm(self) -> Iterator[None]:
+        """Passes in here leave no trace: no gradients, no statistics, no random numbers used up."""
+        with undisturbed(self.model), torch.no_grad(), self.precision.context(self.device):
+            yield
+
+    def loss_dtype(self) -> torch.dtype:
+        """What the loss is in."""
+        with self.calm():
+            return as_sum_and_count(self.loss(self.run(), self.batch), self.batch)[0].dtype
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One weight that several stages hold."""
+
+    mine: tuple[str, ...]
+    """Its names on this worker."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How this worker's part of the model came about."""
+
+    layout: TensorLayout = field(default_factory=lambda: TensorLayout({}, 1))
+    split: Split | None = None
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Names of this worker's copies of a weight that an earlier stage holds -> its name there."""
+    ties: Sequence[Tie] = ()
+    shares: Mapping[str, float] = field(default_factory=dict)
+    loss_dtype: torch.dtype = torch.float32
+
+
+def cut_layers(trial: Trial, mesh: Mesh, rules: Mapping[str, str], options: TensorOptions) -> Cuts:
+    """What can be cut over the tensor axis; refuses what cannot."""
+    with trial.calm():
+        cuts = find_cuts(trial.model, trial.run, mesh.tensor.size, rules)
+    check_options(cuts, options)
+    return cuts
+
+
+def divide(
+    trial: Trial,
+    mesh: Mesh,
+    rules: Mapping[str, str],
+    options: TensorOptions,
+    schedule: type[Schedule],
+    split_at: str,
+) -> Divided:
+    """Cut the model in place to what this worker holds."""
+    model = trial.model
+    stages = schedule.stages_per_rank * mesh.stages.size if mesh.stages.size > 1 else 1
+    cuts = cut_layers(trial, mesh, rules, options) if mesh.tensor.size > 1 else None
+    split, dtype = None, torch.float32
+    if stages > 1:
+        if cuts is not None and options.sequence:
+            raise ConfigError(
+                "tp(sequence=true) hands slices of a sequence from layer to layer, and a pipeline would cut between "
+                "them; use one of the two."
+            )
+        dtype = trial.loss_dtype()
+        named = [name for name in split_at.split("/") if name]
+        with trial.calm():
+            inputs = trial.inputs(trial.batch)
+            costs = mesh.world.gather_values(span_costs(model, inputs, named))[0]
+            split = find_split(model, inputs, stages, named, costs)
+    layout = TensorLayout({}, 1)
+    if cuts is not None:
+        assert mesh.torch is not None
+        layout = apply_cuts(model, cuts, mesh.torch["tensor"], options)
+    if split is None:
+        return Divided(layout, shares=_shares(model, layout, {}))
+    mine = {n for n in range(stages) if schedule.rank_of(n, mesh.stages.size) == mesh.stages.rank}
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    ties, same = [], {}
+    for group in split.tied:
+        held = tuple(name for number, name in group if number in mine)
+        first = group[0][1]
+        ties.append(Tie(held, dtypes[first]))
+        same.update({name: first for number, name in group[1:] if number in mine})
+    trim(model, split.stages, mine)
+    return Divided(layout, split, same, ties, _shares(model, layout, same), dtype)
+
+
+def _shares(model: nn.Module, layout: TensorLayout, same: Mapping[str, str]) -> dict[str, float]:
+    names = [name for name, _ in model.named_parameters()]
+    return {name: 0.0 if name in same else layout.shares(name) for name in names}

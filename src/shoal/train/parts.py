@@ -1,0 +1,56 @@
+"""What a step works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.data.batch import Inputs
+from shoal.data.loader import Loader
+from shoal.exchange.base import Exchange
+from shoal.report.meter import Meter
+from shoal.train.batchnorm import Presence
+from shoal.train.clip import Clip
+from shoal.train.loss import Loss
+from shoal.train.pipelined import Pipelined
+from shoal.train.precision import LossScale, Precision
+from shoal.train.record import Recorder
+from shoal.train.streams import Streams
+from shoal.train.whole import Whole
+from shoal.world.mesh import Mesh
+from shoal.world.world import World
+
+
+@dataclass
+class Parts:
+    """Made by build.py; only `scale` and `count_per_sample` change from step to step."""
+
+    mesh: Mesh
+    model: nn.Module
+    """The model as this worker runs it: whole, or with its part of each layer, or only its stages of it."""
+    pipeline: Pipelined | None
+    loss: Loss
+    inputs: Inputs
+    loader: Loader
+    exchange: Exchange
+    whole: Whole
+    streams: Streams
+    presence: Presence
+    split_loss: Callable[[], AbstractContextManager[None]]
+    """Around forward and backward passes: lets a loss take logits that are cut over the tensor axis."""
+    precision: Precision
+    scale: LossScale
+    clip: Clip | None
+    skip_nan: bool
+    meter: Meter
+    recorder: Recorder | None
+    count_per_sample: float
+    """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
+
+    @property
+    def world(self) -> World:
+        """Everybody."""
+        return self.mesh.world

@@ -1,0 +1,295 @@
+"""A step through a pipeline: torch's runtime carries out our schedule on this worker's stages.
+
+Every worker of a pipeline has the whole portion of its replica at hand, so inputs need not travel; only activations
+and their gradients do. The last stage computes the loss, as a sum like everywhere. torch's buffers have one size, so
+a micro-batch that is short gets its last sample repeated; the last stage leaves those rows out before the loss,
+and so they count nothing and get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.data.batch import Batch, Inputs, convert, length
+from shoal.data.loader import Feed, Portion
+from shoal.errors import ConfigError
+from shoal.exchange.base import Exchange, Tally
+from shoal.exchange.local import local
+from shoal.pipeline.base import Schedule
+from shoal.pipeline.lower import to_torch
+from shoal.pipeline.stage import StageModule
+from shoal.train.batchnorm import Presence
+from shoal.train.divide import Divided
+from shoal.train.loss import Loss, as_sum_and_count, check_gradient
+from shoal.train.precision import Precision
+from shoal.train.streams import Streams
+from shoal.world.world import World
+
+
+@dataclass
+class Load:
+    """One micro-batch on its way through the stages."""
+
+    batch: Batch
+    inputs: Any
+    """What goes into the model, filled up to the size that all micro-batches have."""
+    rows: int
+    """Samples in the batch."""
+    counts: bool
+    step: int
+    number: int
+    """Among all micro-batches of the step."""
+    total: float = 0.0
+    count: float = 0.0
+
+
+@dataclass
+class Job:
+    """What the stages of this worker share."""
+
+    inputs: Inputs
+    loss: Loss
+    precision: Precision
+    streams: Streams
+    presence: Presence
+    device: torch.device
+    loads: list[Load] = field(default_factory=list)
+    """The micro-batches under way."""
+    measures: bool = False
+    """True while evaluating: the last stage hands out what the model returned instead of the loss."""
+
+    def load(self, batch: Batch, size: int, counts: bool, step: int, number: int) -> Load:
+        """A micro-batch made ready."""
+        batch = convert(batch, self.device, self.precision.model)
+        rows = length(batch)
+        return Load(batch, fill_up(self.inputs(batch), rows, size), rows, counts, step, number)
+
+
+class Chunk(nn.Module):
+    """A stage as torch's runtime calls it: by the number of a micro-batch."""
+
+    def __init__(self, stage: nn.Module, job: Job, first: bool, last: bool) -> None:
+        super().__init__()
+        self.stage = stage
+        self._job, self._first, self._last = job, first, last
+
+    def forward(self, received: torch.Tensor, *, micro: int) -> Any:
+        job = self._job
+        load = job.loads[micro]
+        if self.training:
+            job.streams.begin(load.step, load.number)
+            job.presence.counts = load.counts
+        with job.precision.context(job.device):
+            output = self.stage(None if self._first else received, load.inputs)
+            if self.training:
+                job.streams.settle()
+            if not self._last or job.measures:
+                return output
+            kept = leave_out(output, load.rows)
+            total, count = as_sum_and_count(job.loss(kept, load.batch), load.batch)
+        check_gradient(total)
+        if load.counts:
+            load.total, load.count = float(total.detach()), count
+        return total
+
+
+class Pipelined:
+    """The stages of this worker, and how portions go through them."""
+
+    def __init__(
+        self,
+        world: World,
+        job: Job,
+        schedule: type[Schedule],
+        chunks: dict[int, Chunk],
+        divided: Divided,
+        size: int,
+        microbatches: int,
+    ) -> None:
+        """`size`: samples in a full micro-batch."""
+        assert divided.split is not None
+        self._world, self._job, self._chunks = world, job, chunks
+        self._schedule, self._size, self._microbatches = schedule, size, microbatches
+        self._passed = divided.split.activations
+        """Shape and dtype of one sample of what goes from each stage to the next."""
+        self._ties, self._loss_dtype = divided.ties, divided.loss_dtype
+        self._exchange: Exchange | None = None
+        self._trailing: list[torch.Size] | None = None
+
+    @staticmethod
+    def of(
+        world: World, job: Job, schedule: type[Schedule], model: nn.Module, divided: Divided, feed: Feed
+    ) -> Pipelined | None:
+        """The pipeline of a model that has been divided into stages; None for one that has not."""
+        split = divided.split
+        if split is None:
+            return None
+        last = len(split.stages) - 1
+        chunks = {
+            stage.number: Chunk(StageModule(model, stage), job, stage.number == 0, stage.number == last)
+            for stage in split.stages
+            if schedule.rank_of(stage.number, world.size) == world.rank
+        }
+        size = -(-feed.global_batch // (feed.size * feed.accumulate))
+        return Pipelined(world, job, schedule, chunks, divided, size, feed.accumulate)
+
+    @property
+    def root(self) -> Chunk | None:
+        """The one stage of this worker; None where it has several."""
+        chunks = list(self._chunks.values())
+        return chunks[0] if len(chunks) == 1 else None
+
+    def connect(self, exchange: Exchange, split_loss: Callable[[], Any]) -> None:
+        """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
+        self._exchange, self._split_loss = exchange, split_loss
+        parameters = dict(exchange.module.named_parameters())
+        mine = [[list(local(parameters[name]).shape) for name in tie.mine[:1]] for tie in self._ties]
+        held = self._world.gather_values(mine)
+        self._tie_shapes = [next(rows[i][0] for rows in held if rows[i]) for i in range(len(self._ties))]
+        """Of what each holder of a weight holds: all hold equally much."""
+        count = self._schedule.stages_per_rank * self._world.size
+        self._stages = [
+            PipelineStage(
+                chunk,
+                number,
+                count,
+                self._job.device,
+                input_args=self._example(number - 1),
+                output_args=self._example(number),
+                group=self._world.group,
+            )
+            for number, chunk in self._chunks.items()
+        ]
+        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            self._stages,
+            self._microbatches,
+            loss_fn=lambda total, weight: total * weight,
+            scale_grads=False,
+        )
+        self._runtime._prepare_schedule_with_comms(
+            to_torch(self._schedule.actions(self._world.size, self._microbatches))
+        )
+
+    def run(self, number: int, portion: Portion, weight: float) -> Tally:
+        """Forward and backward of a portion; gradients are on their way when it returns."""
+        assert self._exchange is not None
+        job = self._job
+        job.loads = [
+            job.load(batch, self._size, counts, number, portion.first + i)
+            for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True))
+        ]
+        self._check_shapes(job.loads)
+        weights = [torch.tensor(weight if load.counts else 0.0, dtype=self._loss_dtype) for load in job.loads]
+        first = 0 in self._chunks
+        for stage in self._stages:  # what the runtime's own `step` does, which would cut batches by itself
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        try:
+            with self._split_loss():
+                self._runtime._step_microbatches(
+                    [(torch.zeros(1),) if first else () for _ in weights],
+                    [{"micro": i} for i in range(len(weights))],
+                    weights,
+                    [],
+                    return_outputs=False,
+                )
+        except RuntimeError as error:  # torch wraps whatever a stage raises
+            raise error.__cause__ or error from None
+        self._sum_ties()
+        self._exchange.collect()
+        tally = Tally(sum(load.total for load in job.loads), sum(load.count for load in job.loads))
+        job.loads = []
+        return tally
+
+    def measure(self, batch: Batch) -> tuple[Any, Batch] | None:
+        """What the model returns for a batch, and the batch itself; None where this worker has not the last stage."""
+        job, world = self._job, self._world
+        job.loads, job.measures = [job.load(batch, 0, True, 0, 0)], True
+        output, carried = None, torch.zeros(1)
+        for number in range(self._schedule.stages_per_rank * world.size):
+            owner = self._schedule.rank_of(number, world.size)
+            if number in self._chunks:
+                output = self._chunks[number](carried, micro=0)
+            if number < len(self._passed):
+                shape, dtype = self._passed[number]
+                rows = job.loads[0].rows
+                carried = (
+                    output.contiguous()
+                    if owner == world.rank and output is not None
+                    else torch.empty((rows, *shape), dtype=dtype, device=job.device)
+                )
+                world.broadcast(carried, owner).wait()
+        loads, job.loads, job.measures = job.loads, [], False
+        last = self._schedule.stages_per_rank * world.size - 1
+        return (output, loads[0].batch) if last in self._chunks else None
+
+    def _example(self, number: int) -> torch.Tensor:
+        """What leaves stage `number`, as a tensor without memory."""
+        if number < 0:
+            return torch.zeros(1)
+        if number == len(self._passed):
+            return torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
+        shape, dtype = self._passed[number]
+        return torch.empty((self._size, *shape), dtype=dtype, device="meta", requires_grad=True)
+
+    def _check_shapes(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            shapes = [t.shape[1:] for t in tree_leaves(load.inputs) if isinstance(t, torch.Tensor)]
+            if self._trailing is None:
+                self._trailing = shapes
+            if shapes != self._trailing:
+                raise ConfigError(
+                    f"a pipeline needs samples of one shape: a micro-batch of step {load.step + 1} has "
+                    f"{[list(s) for s in shapes]} where the first had {[list(s) for s in self._trailing]}; pad them "
+                    "to one length in collate=."
+                )
+
+    def _sum_ties(self) -> None:
+        """A weight that several stages hold has the sum of their gradients everywhere."""
+        assert self._exchange is not None
+        parameters = dict(self._exchange.module.named_parameters())
+        for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
+            held = [parameters[name] for name in tie.mine]
+            gradients = [local(p.grad) for p in held if p.grad is not None]
+            total = torch.zeros(shape, dtype=tie.dtype, device=self._job.device)
+            for gradient in gradients:
+                total += gradient
+            self._world.all_reduce(total).wait()
+            for parameter in held:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(total)
+
+
+def fill_up(inputs: Any, rows: int, size: int) -> Any:
+    """Tensors with `rows` samples, their last one repeated until they have `size`.
+
+    >>> fill_up((torch.tensor([1, 2]), "x"), rows=2, size=4)
+    (tensor([1, 2, 2, 2]), 'x')
+    """
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
+            return torch.cat([value, value[-1:].expand(size - rows, *value.shape[1:])])
+        return value
+
+    return inputs if rows >= size else tree_map(fill, inputs)
+
+
+def leave_out(output: Any, rows: int) -> Any:
+    """What a model returned, without the rows that filled a micro-batch up."""
+    sizes = {t.shape[0] for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim()}
+    most = max(sizes, default=rows)
+    if most == rows:
+        return output
+    return tree_map(
+        lambda v: v[:rows] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == most else v, output
+    )

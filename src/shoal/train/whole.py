@@ -1,0 +1,160 @@
+"""The whole model by name, whoever holds its parts: what checkpoints, `verify` and `run.state_dict` see.
+
+An exchange joins what it has cut over the data axis; here, the parts of layers are joined over the tensor axis, and
+stages put together. A weight that several stages hold is one weight, under its first name. Every rank takes part in
+gathering, and every rank gets the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.exchange.base import Exchange, State
+from shoal.tensor.layout import TensorLayout, cut, join
+from shoal.world.mesh import Mesh
+from shoal.world.world import World
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model is, whole: taken down before anything is cut."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    """Those that a state dict holds."""
+    sizes: Mapping[str, torch.Size]
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> Shape:
+        parameters = dict(model.named_parameters())
+        stored = model.state_dict(keep_vars=True)
+        buffers = {name: b for name, b in model.named_buffers() if name in stored}
+        sizes = {name: t.shape for name, t in [*parameters.items(), *buffers.items()]}
+        return Shape(tuple(parameters), tuple(buffers), sizes)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """From parts to the whole and back."""
+
+    mesh: Mesh
+    exchange: Exchange
+    shape: Shape
+    layout: TensorLayout
+    same: Mapping[str, str]
+    """Names of this stage's copies of a weight that another stage holds too -> its first name."""
+
+    def tensors(self) -> Tensors:
+        """Every parameter and stored buffer."""
+        mine = self._join(self.exchange.parameters())
+        plain = torch.contiguous_format
+        mine.update({name: b.detach().clone(memory_format=plain) for name, b in self._buffers().items()})
+        whole = self._over_stages(mine)
+        return {name: whole[name].cpu() for name in self.shape.sizes}
+
+    def parameters(self) -> Tensors:
+        """Every parameter."""
+        return {name: t for name, t in self.tensors().items() if name in self.shape.parameters}
+
+    def gradients(self) -> Tensors:
+        """Summed gradients; between the exchange's finish and update."""
+        whole = self._over_stages(self._join(self.exchange.gradients()))
+        return {name: whole[name] for name in self.shape.parameters if name in whole}
+
+    def optimizer_state(self) -> State:
+        """The state of every parameter."""
+        state = self.exchange.optimizer_state()
+        if self.mesh.model.size == 1:
+            return state
+        flat = {}
+        for name, entries in state.items():
+            for key, value in entries.items():
+                joined = self._join({name: value})[name] if self._alike(name, value) else value
+                flat[f"{key}/{name}"] = joined
+        whole: State = {}
+        for path, value in self._over_stages(flat).items():
+            key, name = path.split("/", 1)
+            whole.setdefault(name, {})[key] = value
+        return {name: whole[name] for name in self.shape.parameters if name in whole}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+        """Take over a whole model, or say which name does not fit."""
+        for name in sorted(self.shape.sizes.keys() ^ tensors.keys()):
+            where = "the model" if name in self.shape.sizes else source
+            raise ConfigError(f"'{name}' is only in {where}; the checkpoint {source} is of another model.")
+        for name, size in self.shape.sizes.items():
+            if tensors[name].shape != size:
+                raise ConfigError(
+                    f"'{name}' is {list(tensors[name].shape)} in {source} and {list(size)} in the model; "
+                    "use another checkpoint folder for another model."
+                )
+        names = [name for name, _ in self.exchange.module.named_parameters()]
+        self.exchange.load_parameters({name: self._cut(name, tensors[self._first(name)]) for name in names})
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                buffer.copy_(tensors[name])
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over a whole state."""
+        mine: State = {}
+        for name, parameter in self.exchange.module.named_parameters():
+            entries = state.get(self._first(name))
+            if entries is not None and parameter.requires_grad:
+                size = self.shape.sizes[self._first(name)]
+                mine[name] = {
+                    key: self._cut(name, value) if value.shape == size else value
+                    for key, value in entries.items()
+                }
+        self.exchange.load_optimizer_state(mine)
+
+    def _buffers(self) -> Tensors:
+        return {name: b for name, b in self.exchange.module.named_buffers() if name in self.shape.buffers}
+
+    def _first(self, name: str) -> str:
+        return self.same.get(name, name)
+
+    def _alike(self, name: str, value: torch.Tensor) -> bool:
+        """Whether an entry of a cut parameter's state has a number for each of its elements here."""
+        piece = self.layout.pieces.get(name)
+        if piece is None:
+            return False
+        shape = list(self.shape.sizes[self._first(name)])
+        shape[piece.dim] = piece.local(self.layout.degree, self.mesh.tensor.rank)
+        return list(value.shape) == shape
+
+    def _join(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
+        group = self.mesh.tensor.group
+        return {name: join(name, part, self.layout, group) for name, part in parts.items()}
+
+    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return cut(name, whole, self.layout, self.mesh.tensor.rank)
+
+    def _over_stages(self, mine: Mapping[str, torch.Tensor]) -> Tensors:
+        kept = {name: t for name, t in mine.items() if name.rpartition("/")[2] not in self.same}
+        return spread(self.mesh.stages, kept)
+
+
+def spread(world: World, mine: Mapping[str, torch.Tensor]) -> Tensors:
+    """What all of `world` hold, by name, on each of them. Collective."""
+    if world.size == 1:
+        return dict(mine)
+    listed = world.gather_values([[name, list(t.shape), str(t.dtype)[6:]] for name, t in mine.items()])
+    found: Tensors = {}
+    for source, entries in enumerate(listed):
+        for name, shape, dtype in entries:
+            here = source == world.rank
+            value = (
+                mine[name].contiguous()
+                if here
+                else torch.empty(shape, dtype=getattr(torch, dtype)).to(world.device)
+            )
+            if value.numel():
+                world.broadcast(value, source).wait()
+            found[name] = value
+    return found

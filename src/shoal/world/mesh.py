@@ -1,0 +1,86 @@
+"""The workers as a mesh: which replica of the model a worker belongs to, which stage of it, which part of a layer.
+
+Ranks count through the tensor axis first, then through the stages, then through the replicas, so that those who
+talk most sit next to each other: `ddp * tp2 * pp2` on eight workers is
+
+    rank      0  1  2  3  4  5  6  7
+    data      0  0  0  0  1  1  1  1
+    stage     0  0  1  1  0  0  1  1
+    tensor    0  1  0  1  0  1  0  1
+
+Each axis is a World of its own: the workers that differ from this one along that axis only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.world.world import World
+
+AXES = ("replica", "shard", "stage", "tensor")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This worker's place, axis by axis."""
+
+    world: World
+    """Everybody."""
+    data: World
+    """Those who hold what this worker holds, for other samples."""
+    stages: World
+    """Those who hold the other stages, for the same samples and the same part of each layer."""
+    tensor: World
+    """Those who hold the other parts of this worker's layers."""
+    model: World
+    """Those who hold one model between them: all stages and parts, for the same samples."""
+    torch: DeviceMesh | None = None
+    """The same in torch's own form, with the axes of AXES; None where workers differ in their samples only."""
+
+    @staticmethod
+    def open(world: World, tensor: int = 1, stages: int = 1, replicas: int = 0) -> Mesh:
+        """Arrange the workers. `replicas` > 0 cuts the data axis into so many replicas × shards.
+
+        >>> mesh = Mesh.open(World.alone())
+        >>> mesh.data.size, mesh.model.size, mesh.torch
+        (1, 1, None)
+        """
+        alone = World.alone(world.device)
+        cells = tensor * stages
+        if world.size == 1 or (cells == 1 and not replicas):
+            return Mesh(world, world, alone, alone, alone)
+        data = world.size // cells
+        shape = (max(replicas, 1), data // max(replicas, 1), stages, tensor)
+        mesh = world.meshes.get(shape)
+        if mesh is None:  # groups are dear, and no run changes them
+            mesh = world.meshes[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES)
+
+        def axis(*names: str) -> World:
+            part = mesh[names]
+            if part.size() == 1:
+                return alone
+            if part.size() == world.size:
+                return world
+            whole = part if len(names) == 1 else part._flatten("_".join(names))
+            return world.within(whole.get_group())
+
+        return Mesh(
+            world, axis("replica", "shard"), axis("stage"), axis("tensor"), axis("stage", "tensor"), mesh
+        )
+
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """The data, stage and tensor coordinates of a rank."""
+        tensor, stages = self.tensor.size, self.stages.size
+        return rank // (tensor * stages), rank // tensor % stages, rank % tensor
+
+    def drawing(self) -> str:
+        """The map from ranks to places, as shown at the start of a run."""
+        places = [self.place_of(rank) for rank in range(self.world.size)]
+        rows = [("rank", [str(r) for r in range(self.world.size)])]
+        for number, name in enumerate(("data", "stage", "tensor")):
+            if max(place[number] for place in places):
+                rows.append((name, [str(place[number]) for place in places]))
+        width = max(len(rows[0][1][-1]), 1) + 1
+        return "\n".join(f"{name:<8}" + "".join(f"{v:>{width}}" for v in row) for name, row in rows)

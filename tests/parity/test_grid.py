@@ -1,0 +1,91 @@
+"""Every exchange × tensor × pipeline, on every toy and on two Hugging Face models: equal to one process, or refused.
+
+All cells of one size run one after the other in the same workers; only one test pays for starting them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+from hub import HUB
+
+from shoal.config import degree_of
+from shoal.errors import ConfigError
+from shoal.exchange import TABLE as EXCHANGES
+from shoal.plan.check import check_text, pipeline_options
+from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE as TOYS
+from shoal.testing.toys import Toy
+from shoal.world.world import World
+
+MODELS: dict[str, Toy] = {**TOYS, **HUB}
+SHARED = [name for name in EXCHANGES if name != "solo"]
+STEPS = 10
+LIMIT = 1e-10
+REFUSED = {
+    ("unused", "tp2"): "finds nothing to cut",
+    ("unused", "pp2"): "places to split the model at|carries data around",
+}
+"""What the toy of unused layers has no room for: two layers side by side make neither a pair nor two stages."""
+
+
+def cells(workers: int) -> list[str]:
+    """Strategies with two replicas, but for two workers, who are one replica together."""
+    inner = {
+        2: ["tp2", "pp2(microbatches=2)"],
+        4: ["tp2", "pp2(microbatches=2)"],
+        8: ["tp2 * pp2(microbatches=2)"],
+    }
+    return [f"{exchange} * {how}" for exchange, how in itertools.product(SHARED, inner[workers])]
+
+
+def run_cells(world: World, strategies: list[str], models: list[str]) -> dict[tuple[str, str], Trace | str]:
+    found: dict[tuple[str, str], Trace | str] = {}
+    for strategy, model in itertools.product(strategies, models):
+        try:
+            found[strategy, model] = run_toy(world, MODELS[model], strategy, STEPS)
+        except ConfigError as error:
+            found[strategy, model] = str(error)
+    return found if world.rank == 0 else {}
+
+
+@cache
+def alone(model: str, parts: int) -> Trace:
+    """What one process computes, from as many micro-batches."""
+    return run_toy(World.alone(), MODELS[model], "solo", STEPS, accumulate=parts)
+
+
+@cache
+def results(workers: int) -> dict[tuple[str, str], Trace | str]:
+    found: dict[tuple[str, str], Trace | str] = spawn(
+        run_cells, workers, cells(workers), list(MODELS), timeout=400
+    )[0]
+    return found
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("workers", "strategy"), [(workers, strategy) for workers in (2, 4, 8) for strategy in cells(workers)]
+)
+def test_a_cell_equals_one_process(workers: int, strategy: str) -> None:
+    plan = check_text(strategy, workers)
+    replicas = workers // (degree_of(plan.tensor) * degree_of(plan.pipeline))
+    for model, toy in MODELS.items():
+        trace = results(workers)[strategy, model]
+        allowed = "|".join(text for (name, how), text in REFUSED.items() if name == model and how in strategy)
+        if isinstance(trace, str):
+            assert allowed, f"{strategy} refuses {model}: {trace}"
+            assert any(text in trace for text in allowed.split("|")), trace
+            continue
+        parts = replicas * pipeline_options(plan).microbatches * toy.accumulate
+        gap, where = largest_difference(alone(model, parts), trace)
+        assert gap <= LIMIT, f"{strategy}, {model}: {gap:.2e} at {where}"
+        state, whole = trace.state, alone(model, parts).state
+        assert state.keys() == whole.keys(), f"{strategy}, {model}: the state of other parameters"
+        for name, entries in whole.items():
+            for key, value in entries.items():
+                close = (state[name][key] - value).abs().max() <= LIMIT * max(1.0, float(value.abs().max()))
+                assert bool(close), f"{strategy}, {model}: {key} of {name}"
