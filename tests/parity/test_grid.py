@@ -28,8 +28,9 @@ LIMIT = 1e-10
 REFUSED = {
     ("unused", "tp2"): "finds nothing to cut",
     ("unused", "pp2"): "places to split the model at|carries data around",
+    ("dropout", "tp2 * pp2"): "places to split the model at",
 }
-"""What the toy of unused layers has no room for: two layers side by side make neither a pair nor two stages."""
+"""Two layers side by side make neither a pair nor two stages; two layers in a row make one of the two."""
 
 
 def cells(workers: int) -> list[str]:

@@ -63,7 +63,7 @@ class Setup:
     shares: Mapping[str, float] = field(default_factory=dict)
     """How much of each parameter counts here for the norm of the whole model; what is not named counts fully."""
     mesh: DeviceMesh | None = None
-    """The mesh in torch's own form, with the axes replica, shard, stage and tensor."""
+    """The mesh in torch's own form: axis "shard", and of replica, stage and tensor those with several workers."""
     blocks: Sequence[str] = ()
     """The names of the whole model's blocks; some of them may be in other stages."""
     root: nn.Module | None = None

@@ -149,7 +149,7 @@ def axes_of(setup: Setup) -> tuple[World, World]:
     alone = World.alone(setup.world.device)
     if setup.mesh is None:
         return alone, alone
-    if setup.mesh["replica"].size() == 1:
+    if "replica" not in (setup.mesh.mesh_dim_names or ()):
         return setup.world, alone
     shard, replica = setup.mesh["shard"], setup.mesh["replica"]
     owners = setup.world.within(shard.get_group()) if shard.size() > 1 else alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from shoal.table import did_you_mean
 
 Activation = tuple[tuple[int, ...], torch.dtype]
 """What passes a boundary: its shape without the batch dimension, and its dtype."""
+Together = Sequence[Collection[str]]
+"""Groups of modules that no boundary may divide."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ def find_split(
     stages: int,
     named: Sequence[str] = (),
     costs: Sequence[float] | None = None,
+    together: Together = (),
 ) -> Split:
     """Cut a model into stages of like cost, and prove on `inputs`, a real micro-batch, that they compute the same.
 
     `named` are the modules to choose boundaries from; without them they are found. `costs` are those of
-    `span_costs`, measured elsewhere: with the same ones, every worker finds the same split.
+    `span_costs`, measured elsewhere: with the same ones, every worker finds the same split. Modules of one group of
+    `together` come into one stage.
 
     >>> model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
     >>> split = find_split(model, torch.zeros(4, 3), stages=2, costs=[1, 1, 1])
@@ -69,7 +73,7 @@ def find_split(
             "and use recompute='blocks'."
         )
     spine = observe(model, inputs)
-    places = find_places(model, spine, named) if stages > 1 else ()
+    places = find_places(model, spine, named, together) if stages > 1 else ()
     spans = list(costs if costs is not None else _measure(model, inputs, places))
     truth = record(model, inputs, places)
     leak = None
@@ -96,9 +100,11 @@ def find_split(
     )
 
 
-def span_costs(model: nn.Module, inputs: Any, named: Sequence[str] = ()) -> tuple[float, ...]:
+def span_costs(
+    model: nn.Module, inputs: Any, named: Sequence[str] = (), together: Together = ()
+) -> tuple[float, ...]:
     """Seconds of the forward pass before, between and after the places where the model may be split."""
-    return _measure(model, inputs, find_places(model, observe(model, inputs), named))
+    return _measure(model, inputs, find_places(model, observe(model, inputs), named, together))
 
 
 def choose(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -127,7 +133,9 @@ def choose(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def find_places(model: nn.Module, spine: Spine, named: Sequence[str] = ()) -> tuple[str, ...]:
+def find_places(
+    model: nn.Module, spine: Spine, named: Sequence[str] = (), together: Together = ()
+) -> tuple[str, ...]:
     """The modules at whose input a stage may begin, in the order of the pass: those named, or those found.
 
     Found are modules with parameters, called once each with one floating-point tensor, after other parameters
@@ -138,6 +146,12 @@ def find_places(model: nn.Module, spine: Spine, named: Sequence[str] = ()) -> tu
     ('1.0', '2')
     """
     if named:
+        for name in named:
+            if _check_named(model, spine, name) and _divides(spine, name, together):
+                raise ConfigError(
+                    f"split= names '{name}', which lies between layers that tpN cuts together; split elsewhere, or "
+                    "leave those layers whole with tensor_rules."
+                )
         return tuple(sorted(dict.fromkeys(named), key=lambda name: _check_named(model, spine, name)))
     weights = {name for name, module, key, _ in slots(model) if key in module._parameters}
     first = min((uses[0] for name, uses in spine.uses.items() if name in weights), default=0)
@@ -151,7 +165,14 @@ def find_places(model: nn.Module, spine: Spine, named: Sequence[str] = ()) -> tu
     ready = tuple(call.module for call in found if call.fed is not None and call.fed[0][:1] == (spine.batch,))
     if found and not ready:
         _check_named(model, spine, found[0].module)
-    return ready
+    return tuple(name for name in ready if not _divides(spine, name, together))
+
+
+def _divides(spine: Spine, name: str, together: Together) -> bool:
+    """Whether a stage that begins at this module would have one part of a group before it and one after."""
+    at = spine.numbers(name)[0]
+    groups = [[number for module in group for number in spine.numbers(module)] for group in together]
+    return any(min(calls) < at <= max(calls) for calls in groups if calls)
 
 
 def _check_named(model: nn.Module, spine: Spine, name: str) -> int:

@@ -69,6 +69,11 @@ class Cuts:
     length: int = 0
     obstacle: str = ""
 
+    def groups(self) -> list[set[str]]:
+        """The modules that are cut together: data between them is cut too."""
+        names = dict.fromkeys(cut.group for cut in self.cuts if cut.group)
+        return [{cut.module for cut in self.cuts if cut.group == name} for name in names]
+
     def layout(self) -> TensorLayout:
         """Who holds what; no processes are needed.
 

@@ -106,8 +106,9 @@ def divide(
         named = [name for name in split_at.split("/") if name]
         with trial.calm():
             inputs = trial.inputs(trial.batch)
-            costs = mesh.world.gather_values(span_costs(model, inputs, named))[0]
-            split = find_split(model, inputs, stages, named, costs)
+            together = cuts.groups() if cuts is not None else ()
+            costs = mesh.world.gather_values(span_costs(model, inputs, named, together))[0]
+            split = find_split(model, inputs, stages, named, costs, together)
     layout = TensorLayout({}, 1)
     if cuts is not None:
         assert mesh.torch is not None

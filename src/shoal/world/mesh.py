@@ -13,6 +13,7 @@ Each axis is a World of its own: the workers that differ from this one along tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,7 +38,8 @@ class Mesh:
     model: World
     """Those who hold one model between them: all stages and parts, for the same samples."""
     torch: DeviceMesh | None = None
-    """The same in torch's own form, with the axes of AXES; None where workers differ in their samples only."""
+    """The same in torch's own form: axis "shard", and those of AXES along which there are several workers. None where
+    workers differ in their samples only."""
 
     @staticmethod
     def open(world: World, tensor: int = 1, stages: int = 1, replicas: int = 0) -> Mesh:
@@ -55,14 +57,19 @@ class Mesh:
         shape = (max(replicas, 1), data // max(replicas, 1), stages, tensor)
         mesh = world.meshes.get(shape)
         if mesh is None:  # groups are dear, and no run changes them
-            mesh = world.meshes[shape] = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES)
+            kept = {name: size for name, size in zip(AXES, shape, strict=True) if size > 1 or name == "shard"}
+            mesh = init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+            world.meshes[shape] = mesh
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
-        def axis(*names: str) -> World:
-            part = mesh[names]
-            if part.size() == 1:
+        def axis(*asked: str) -> World:
+            names = tuple(name for name in asked if sizes.get(name, 1) > 1)
+            size = math.prod(sizes[name] for name in names)
+            if size == 1:
                 return alone
-            if part.size() == world.size:
+            if size == world.size:
                 return world
+            part = mesh[names]
             whole = part if len(names) == 1 else part._flatten("_".join(names))
             return world.within(whole.get_group())
 

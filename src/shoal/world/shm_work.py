@@ -46,6 +46,7 @@ class SharedWork(Work):
         self._results = list(results)
         self._after = after
         self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._bell: threading.Event | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the results are there; raise what went wrong otherwise."""
@@ -54,6 +55,14 @@ class SharedWork(Work):
         if self.error is not None:
             raise self.error
         return True
+
+    def sleep(self, timeout: float) -> bool:
+        """Wait until another thread has done it; False after `timeout` seconds, if above 0."""
+        with self._driver.lock:
+            if self.done:
+                return True
+            bell = self._bell = self._bell or threading.Event()
+        return bell.wait(timeout if timeout > 0 else None)
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -94,7 +103,9 @@ class SharedWork(Work):
         self._after = ()
         with self._driver.lock:
             self.done = True
-            future = self._future
+            future, bell = self._future, self._bell
+        if bell is not None:
+            bell.set()
         if future is not None:
             self._settle(future)
 
@@ -156,13 +167,18 @@ class Driver:
         self._waiting += 1  # only a hint for how long to poll
         try:
             while not work.done:
-                if not self._driving.acquire(timeout=timeout if timeout > 0 else -1):
+                if self._driving.acquire(blocking=False):
+                    try:
+                        if not work.done:
+                            self._drive_first(patient=True)
+                    finally:
+                        self._driving.release()
+                    continue
+                # Somebody drives. Waiting for the lock instead could last beyond this work, until one behind it is
+                # done; and that one may need what our caller does next.
+                self.wake()  # in case they stop before they come to it
+                if not work.sleep(timeout):
                     raise TimeoutError(f"rank {self._flags.rank} waited {timeout:.1f} s for {work.name}")
-                try:
-                    if not work.done:
-                        self._drive_first(patient=True)
-                finally:
-                    self._driving.release()
         finally:
             self._waiting -= 1
 
