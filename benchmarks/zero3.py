@@ -2,7 +2,9 @@
 
     scripts/bench zero3                     2 and 4 workers, 20 M and 60 M parameters
     scripts/bench zero3 --quick             2 workers, 20 M parameters
-    scripts/bench zero3 --peers             also DeepSpeed ZeRO-3 and Accelerate FSDP2, if they are installed
+    scripts/bench zero3 --peers             also DeepSpeed ZeRO-3, if it is installed
+
+Accelerate is no contestant: without cards it takes no notice of its FSDP plugin and runs DDP.
 
 Goals: a step takes at most 0.9 of FSDP2's, with and without gathering again for backward. A worker's peak is at most
 1.1 × (states / workers + 4 × largest unit + activations). The peak is the kernel's own mark of resident memory, set
@@ -21,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,11 @@ from shoal.exchange.zero3 import Zero3
 from shoal.testing.spawn import spawn
 from shoal.world.world import World
 
-PEERS = {"deepspeed zero-3": "deepspeed", "accelerate fsdp2": "accelerate"}
+PEERS = {"deepspeed zero-3": "deepspeed"}
 GOALS = [
     ("zero3", "torch fsdp2", 0.9),
     ("zero3(reshard=false)", "torch fsdp2, kept", 0.9),
     ("zero3", "deepspeed zero-3", 1.0),
-    ("zero3", "accelerate fsdp2", 1.0),
 ]
 ROOM = 1.1
 
@@ -53,22 +53,6 @@ def fsdp2(world: World, case: Case, reshard: bool) -> Stepper:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     return torch_loop(world, case, model, adamw(list(model.parameters())))
-
-
-def accelerate(world: World, case: Case) -> Stepper:
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
-    model: Any = Transformer(*SIZES[case.size])
-    optimizer: Any = adamw(list(model.parameters()))
-    model, optimizer = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model, optimizer)
-    return torch_loop(world, case, model, optimizer)
 
 
 def deepspeed(world: World, case: Case) -> Stepper:
@@ -101,7 +85,6 @@ def contestants(world: World, case: Case) -> dict[str, Callable[[], Stepper]]:
         "zero3(reshard=false)": lambda: shoal_loop(ours, case, "zero3(reshard=false)"),
         "zero3, gloo": lambda: shoal_loop(world, case, "zero3"),
         "deepspeed zero-3": lambda: deepspeed(world, case),
-        "accelerate fsdp2": lambda: accelerate(world, case),
     }
     return {name: make for name, make in everyone.items() if name in case.only}
 
