@@ -119,6 +119,51 @@ def hits(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return (output.argmax(-1) == batch[1]).sum(), batch[1].numel()
 
 
+class Pooled(nn.Module):
+    """Takes sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def measured_at_other_lengths(world: World, strategy: str) -> list[float]:
+    parts = toy_parts(world, Toy("pooled", Pooled, tokens=True), strategy)
+    generator = torch.Generator().manual_seed(2)
+    data = [
+        torch.utils.data.TensorDataset(*torch.randint(0, 11, (2, 9, n), generator=generator))
+        for n in (3, 4, 6)
+    ]
+    return [evaluate(parts, d, {"hits": hits}, 4).loss for d in data]  # type: ignore[arg-type]
+
+
+def test_evaluation_at_other_lengths() -> None:
+    one = measured_at_other_lengths(World.alone(), "solo")
+    for strategy in ("ddp * pp2(microbatches=2)", "ddp * tp2(loss=true)"):
+        assert spawn(measured_at_other_lengths, 2, strategy)[0] == pytest.approx(one, rel=1e-12), strategy
+
+
+def whole_state(world: World, strategy: str) -> dict[str, torch.Tensor]:
+    return toy_parts(world, STACK, strategy).whole.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp * tp2", "ddp * pp2(microbatches=2)"])
+def test_the_whole_state_fits_the_model(strategy: str) -> None:
+    model = STACK.model().double()
+    model.load_state_dict(spawn(whole_state, 2, strategy)[0])
+    given = whole_state(World.alone(), "solo")
+    assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+
+
 def test_evaluation() -> None:
     one = measured(World.alone(), ["solo"])[0]
     for strategy, found in zip(HYBRIDS, spawn(measured, 4, HYBRIDS)[0], strict=True):

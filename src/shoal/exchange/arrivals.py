@@ -47,6 +47,7 @@ class Arrivals:
         self._handles: list[Handle] = []
         self._next = 0
         self._reduce = False
+        self._counts = True
         self._open = False
         self._hooks = [
             self._watch(bucket, slot, place.name)
@@ -66,14 +67,15 @@ class Arrivals:
         self.used = [False] * len(self.used)
         self._filled = [False] * len(self.used)
 
-    def open_micro_batch(self, reduce: bool) -> None:
+    def open_micro_batch(self, reduce: bool, counts: bool = True) -> None:
+        """`counts`: whether what gets a gradient now has been used; a filler uses nothing."""
         if self._handles:  # the previous micro-batch was reduced too: its vectors must be free again
             self.wait()
             self._filled = [False] * len(self.used)
         self._arrived = [False] * len(self.used)
         self._missing = [len(b.places) for b in self._buckets]
         self._next = 0
-        self._reduce = reduce
+        self._reduce, self._counts = reduce, counts
         self._open = True
 
     def close_micro_batch(self) -> None:
@@ -126,7 +128,8 @@ class Arrivals:
             view.add_(dense)
         else:
             view.copy_(dense)
-        self._filled[index] = self.used[index] = True
+        self._filled[index] = True
+        self.used[index] = self.used[index] or self._counts
         if not self._arrived[index]:
             self._arrived[index] = True
             self._missing[bucket.index] -= 1

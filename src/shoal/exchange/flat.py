@@ -166,7 +166,7 @@ class FlatExchange(Exchange):
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         self._see_order()
-        self._arrivals.open_micro_batch(reduce=last or self.each)
+        self._arrivals.open_micro_batch(reduce=last or self.each, counts=weight != 0.0)
         back_propagate(loss, weight)
         self._arrivals.close_micro_batch()
 

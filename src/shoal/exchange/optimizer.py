@@ -35,11 +35,16 @@ FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 _FIRST = "initial_accumulator_value"
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model that learns nothing."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has no trainable parameter; set requires_grad on what should learn.")
+
+
 def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> optim.Optimizer:
     """Call the user's factory and check what it returns."""
-    if not parameters:
-        raise ConfigError("the model has no trainable parameter; set requires_grad on what should learn.")
-    made = make(list(parameters.values()))
+    # A stage of a pipeline may have nothing to learn; its optimizer has the same groups, all empty.
+    made = make(list(parameters.values()) or [nn.Parameter(torch.zeros(1))])
     if not isinstance(made, optim.Optimizer):
         raise ConfigError(
             f"optimizer= returned {type(made).__name__}; give a function of the parameters that returns a "
@@ -56,6 +61,8 @@ def names_in_groups(
     optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module
 ) -> list[list[str]]:
     """Which trainable parameters the user's factory put into each group; frozen ones have no part in it."""
+    if not parameters:
+        return [[] for _ in optimizer.param_groups]
     name_of = {id(p): name for name, p in parameters.items()}
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
@@ -151,7 +158,7 @@ def step_scaled(
             # The fused kernel divides as it reads, which saves a pass over all gradients.
             scale = torch.full((), 1.0 / factor, device=gradients[0].device)
             found = torch.zeros((), device=gradients[0].device)
-        else:
+        elif gradients:
             torch._foreach_mul_(gradients, factor)
             if limit is not None:
                 torch._foreach_clamp_min_(gradients, -limit)

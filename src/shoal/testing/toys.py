@@ -90,6 +90,26 @@ class Dropped(nn.Module):
         return out
 
 
+class Chain(nn.Module):
+    """Layers in a row: the lower ones frozen, one that only some batches pass, one that none does, dropout, and samples
+    that look at each other, so that a row too many would be noticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5 if i == 0 else 8, 8) for i in range(5))
+        self.never = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+        self.layers[:2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked = bool((x[:, 0] > 0.8).any())
+        for i, layer in enumerate(self.layers):
+            if i != 3 or asked:
+                x = F.dropout(torch.tanh(layer(x - x.mean(0))), 0.1, self.training)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
 class Stack(nn.Module):
     """A transformer with positions of its own, a mask, and one weight for its embedding and its head."""
 
@@ -173,6 +193,7 @@ TABLE: Table[Toy] = Table(
         "uneven": Toy("a last batch too small for some workers", Odd, samples=26, global_batch=12),
         "accumulated": Toy("three micro-batches a step", Odd, accumulate=3, clip=0.5),
         "dropout": Toy("random streams", Dropped),
+        "chain": Toy("frozen, skipped and unused layers", Chain, samples=26),
         "stack": Toy("a transformer, clipped", Stack, tokens=True, optimizer=grouped, clip=0.5),
     },
 )

@@ -16,6 +16,7 @@ from shoal.data.loader import Feed, Loader
 from shoal.data.source import Source
 from shoal.errors import ConfigError
 from shoal.exchange.base import MakeOptimizer, Setup
+from shoal.exchange.optimizer import check_trainable
 from shoal.pipeline.base import Schedule
 from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_options
 from shoal.report.meter import Meter
@@ -85,6 +86,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     if recorder is not None:
         recorder.start(model)
     agree_on_model(model, world)
+    check_trainable(model)
     shape, blocks = Shape.of(model), find_blocks(model)
     divided = divide_model(order, plan, mesh, model, feed)
     presence = _prepare_layers(order, model, mesh, blocks)
@@ -254,13 +256,10 @@ def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
 
 
 def _check_batchnorm(order: Order, model: nn.Module, feed: Feed) -> None:
-    """Short micro-batches are filled up in a pipeline, and batch normalisation would see what fills them."""
-    even = (
-        order.global_batch % (feed.size * feed.accumulate) == 0 and len(order.data) % order.global_batch == 0
-    )
-    if has_batchnorm(model) and not even:
+    """Batch normalisation would take down statistics of a filler, which stands in for a micro-batch without samples."""
+    rest, parts = len(order.data) % order.global_batch, feed.size * feed.accumulate
+    if has_batchnorm(model) and 0 < rest < parts:
         raise ConfigError(
-            f"a pipeline with batch normalisation needs micro-batches of one size: {len(order.data)} samples in "
-            f"batches of {order.global_batch}, each in {feed.size * feed.accumulate} parts, leave a rest; choose "
-            "sizes that divide, or use LayerNorm or GroupNorm."
+            "a pipeline with batch normalisation needs samples in every micro-batch: the last batch of an epoch has "
+            f"{rest} for {parts} micro-batches; choose a global_batch that leaves more, or use LayerNorm or GroupNorm."
         )

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from shoal.data.batch import Batch, convert
 from shoal.data.loader import Loader
@@ -40,8 +42,11 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
             for step in range(loader.steps_per_epoch):
                 portion = loader.take(step)
                 for mine, counts in zip(portion.batches, portion.counts, strict=True):
-                    if mine is not None:  # a filler takes part and counts nothing
-                        sums += counts * _measure(parts, mine, measures)
+                    if mine is None:
+                        continue
+                    found = _measure(parts, mine, measures)
+                    if counts:  # a filler takes part and counts nothing
+                        sums += found
     finally:
         model.train(was_training)
     sums /= parts.mesh.tensor.size  # all of them have measured the same
@@ -64,7 +69,9 @@ def _measure(parts: Parts, batch: Batch, measures: Mapping[str, Metric]) -> torc
             if measured is None:
                 return torch.zeros(len(measures), 2, dtype=torch.float64)
             output, batch = measured
-        for measure in measures.values():
+        for name, measure in measures.items():
+            if name != "loss":  # only a loss knows what to do with logits that are cut
+                output = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, output)
             total, count = as_sum_and_count(measure(output, batch), batch)
             rows.append([float(total), count])
     return torch.tensor(rows, dtype=torch.float64)

@@ -2,12 +2,13 @@
 
 Every worker of a pipeline has the whole portion of its replica at hand, so inputs need not travel; only activations
 and their gradients do. The last stage computes the loss, as a sum like everywhere. torch's buffers have one size, so
-a micro-batch that is short gets its last sample repeated; the last stage leaves those rows out before the loss,
-and so they count nothing and get no gradient.
+the activation of a micro-batch that is short is lengthened on its way and cut again where it arrives: the model
+never sees more than the samples.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from shoal.data.batch import Batch, Inputs, convert, length
 from shoal.data.loader import Feed, Portion
@@ -40,7 +41,7 @@ class Load:
 
     batch: Batch
     inputs: Any
-    """What goes into the model, filled up to the size that all micro-batches have."""
+    """What goes into the model."""
     rows: int
     """Samples in the batch."""
     counts: bool
@@ -66,35 +67,35 @@ class Job:
     measures: bool = False
     """True while evaluating: the last stage hands out what the model returned instead of the loss."""
 
-    def load(self, batch: Batch, size: int, counts: bool, step: int, number: int) -> Load:
+    def load(self, batch: Batch, counts: bool, step: int, number: int) -> Load:
         """A micro-batch made ready."""
         batch = convert(batch, self.device, self.precision.model)
-        rows = length(batch)
-        return Load(batch, fill_up(self.inputs(batch), rows, size), rows, counts, step, number)
+        return Load(batch, self.inputs(batch), length(batch), counts, step, number)
 
 
 class Chunk(nn.Module):
     """A stage as torch's runtime calls it: by the number of a micro-batch."""
 
-    def __init__(self, stage: nn.Module, job: Job, first: bool, last: bool) -> None:
+    def __init__(self, stage: nn.Module, job: Job, first: bool, last: bool, size: int) -> None:
+        """`size`: samples in a full micro-batch."""
         super().__init__()
         self.stage = stage
-        self._job, self._first, self._last = job, first, last
+        self._job, self._first, self._last, self._size = job, first, last, size
 
     def forward(self, received: torch.Tensor, *, micro: int) -> Any:
         job = self._job
         load = job.loads[micro]
-        if self.training:
+        if not job.measures:
             job.streams.begin(load.step, load.number)
             job.presence.counts = load.counts
         with job.precision.context(job.device):
-            output = self.stage(None if self._first else received, load.inputs)
-            if self.training:
-                job.streams.settle()
-            if not self._last or job.measures:
+            output = self.stage(None if self._first else received[: load.rows], load.inputs)
+            if job.measures:
                 return output
-            kept = leave_out(output, load.rows)
-            total, count = as_sum_and_count(job.loss(kept, load.batch), load.batch)
+            job.streams.settle()
+            if not self._last:
+                return lengthen(output, self._size)
+            total, count = as_sum_and_count(job.loss(output, load.batch), load.batch)
         check_gradient(total)
         if load.counts:
             load.total, load.count = float(total.detach()), count
@@ -133,12 +134,12 @@ class Pipelined:
         if split is None:
             return None
         last = len(split.stages) - 1
+        size = -(-feed.global_batch // (feed.size * feed.accumulate))
         chunks = {
-            stage.number: Chunk(StageModule(model, stage), job, stage.number == 0, stage.number == last)
+            stage.number: Chunk(StageModule(model, stage), job, stage.number == 0, stage.number == last, size)
             for stage in split.stages
             if schedule.rank_of(stage.number, world.size) == world.rank
         }
-        size = -(-feed.global_batch // (feed.size * feed.accumulate))
         return Pipelined(world, job, schedule, chunks, divided, size, feed.accumulate)
 
     @property
@@ -183,7 +184,7 @@ class Pipelined:
         assert self._exchange is not None
         job = self._job
         job.loads = [
-            job.load(batch, self._size, counts, number, portion.first + i)
+            job.load(batch, counts, number, portion.first + i)
             for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True))
         ]
         self._check_shapes(job.loads)
@@ -212,20 +213,18 @@ class Pipelined:
     def measure(self, batch: Batch) -> tuple[Any, Batch] | None:
         """What the model returns for a batch, and the batch itself; None where this worker has not the last stage."""
         job, world = self._job, self._world
-        job.loads, job.measures = [job.load(batch, 0, True, 0, 0)], True
+        job.loads, job.measures = [job.load(batch, True, 0, 0)], True
         output, carried = None, torch.zeros(1)
         for number in range(self._schedule.stages_per_rank * world.size):
             owner = self._schedule.rank_of(number, world.size)
             if number in self._chunks:
                 output = self._chunks[number](carried, micro=0)
             if number < len(self._passed):
-                shape, dtype = self._passed[number]
-                rows = job.loads[0].rows
-                carried = (
-                    output.contiguous()
-                    if owner == world.rank and output is not None
-                    else torch.empty((rows, *shape), dtype=dtype, device=job.device)
-                )
+                mine = output.contiguous() if output is not None and owner == world.rank else None
+                # Sequences of another length than in training will do here.
+                shape = world.gather_values([] if mine is None else list(mine.shape))[owner]
+                room = torch.empty(shape, dtype=self._passed[number][1], device=job.device)
+                carried = room if mine is None else mine
                 world.broadcast(carried, owner).wait()
         loads, job.loads, job.measures = job.loads, [], False
         last = self._schedule.stages_per_rank * world.size - 1
@@ -259,37 +258,26 @@ class Pipelined:
         for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
             held = [parameters[name] for name in tie.mine]
             gradients = [local(p.grad) for p in held if p.grad is not None]
-            total = torch.zeros(shape, dtype=tie.dtype, device=self._job.device)
+            total = torch.zeros(math.prod(shape) + 1, dtype=tie.dtype, device=self._job.device)
             for gradient in gradients:
-                total += gradient
+                total[:-1] += gradient.reshape(-1)
+                total[-1] = 1.0  # somebody has one
             self._world.all_reduce(total).wait()
             for parameter in held:
+                if not total[-1]:
+                    parameter.grad = None
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(total)
+                local(parameter.grad).copy_(total[:-1].view(shape))
 
 
-def fill_up(inputs: Any, rows: int, size: int) -> Any:
-    """Tensors with `rows` samples, their last one repeated until they have `size`.
+def lengthen(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """A tensor of `size` rows: what is missing is zero.
 
-    >>> fill_up((torch.tensor([1, 2]), "x"), rows=2, size=4)
-    (tensor([1, 2, 2, 2]), 'x')
+    >>> lengthen(torch.tensor([1, 2]), 4)
+    tensor([1, 2, 0, 0])
     """
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
-            return torch.cat([value, value[-1:].expand(size - rows, *value.shape[1:])])
-        return value
-
-    return inputs if rows >= size else tree_map(fill, inputs)
-
-
-def leave_out(output: Any, rows: int) -> Any:
-    """What a model returned, without the rows that filled a micro-batch up."""
-    sizes = {t.shape[0] for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim()}
-    most = max(sizes, default=rows)
-    if most == rows:
-        return output
-    return tree_map(
-        lambda v: v[:rows] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == most else v, output
-    )
+    if tensor.shape[0] == size:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(size - tensor.shape[0], *tensor.shape[1:])])

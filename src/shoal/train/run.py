@@ -162,7 +162,7 @@ class Run:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it."""
-        whole = self._parts.whole.tensors()
+        whole = self._parts.whole.state_dict()
         return whole if self.world.rank == 0 else {}
 
     def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:

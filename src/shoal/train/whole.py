@@ -29,14 +29,18 @@ class Shape:
     buffers: tuple[str, ...]
     """Those that a state dict holds."""
     sizes: Mapping[str, torch.Size]
+    others: Mapping[str, str]
+    """Other names in a state dict of a tensor that is listed under its first."""
 
     @staticmethod
     def of(model: torch.nn.Module) -> Shape:
         parameters = dict(model.named_parameters())
         stored = model.state_dict(keep_vars=True)
         buffers = {name: b for name, b in model.named_buffers() if name in stored}
-        sizes = {name: t.shape for name, t in [*parameters.items(), *buffers.items()]}
-        return Shape(tuple(parameters), tuple(buffers), sizes)
+        named = {**parameters, **buffers}
+        first = {id(tensor): name for name, tensor in named.items()}
+        others = {n: first[id(t)] for n, t in stored.items() if n not in named and id(t) in first}
+        return Shape(tuple(parameters), tuple(buffers), {n: t.shape for n, t in named.items()}, others)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class Whole:
         mine.update({name: b.detach().clone(memory_format=plain) for name, b in self._buffers().items()})
         whole = self._over_stages(mine)
         return {name: whole[name].cpu() for name in self.shape.sizes}
+
+    def state_dict(self) -> Tensors:
+        """The same as the model's own `state_dict` would have it: a tensor with several names under each of them."""
+        found = self.tensors()
+        return {**found, **{name: found[first] for name, first in self.shape.others.items()}}
 
     def parameters(self) -> Tensors:
         """Every parameter."""
