@@ -33,6 +33,24 @@ REFUSED = {
 """Two layers side by side make neither a pair nor two stages; two layers in a row make one of the two."""
 
 
+SCHEDULES = [
+    f"{e} * pp2({s}, microbatches=3)" for e in SHARED for s in ("gpipe", "zerobubble", "interleaved")
+]
+
+
+def run_schedules(world: World) -> dict[tuple[str, str], Trace | str]:
+    return run_cells(
+        world, [s for s in SCHEDULES if s != "zero3 * pp2(interleaved, microbatches=3)"], ["chain", "stack"]
+    )
+
+
+def test_every_schedule_under_every_exchange() -> None:
+    for (strategy, model), trace in spawn(run_schedules, 4, timeout=150)[0].items():
+        assert isinstance(trace, Trace), f"{strategy}, {model}: {trace}"
+        gap, where = largest_difference(alone(model, 6), trace)
+        assert gap <= LIMIT, f"{strategy}, {model}: {gap:.2e} at {where}"
+
+
 def cells(workers: int) -> list[str]:
     """Strategies with two replicas, but for two workers, who are one replica together."""
     inner = {

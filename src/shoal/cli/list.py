@@ -21,7 +21,7 @@ def list_choices(
         str | None, typer.Argument(help="With tensor or pipeline: how this script's model would be divided.")
     ] = None,
     degree: Annotated[int, typer.Option(help="With tensor: cut layers so many ways.")] = 2,
-    stages: Annotated[int, typer.Option(help="With pipeline: so many stages.")] = 4,
+    stages: Annotated[int, typer.Option(help="With pipeline: so many stages over all workers.")] = 4,
     microbatches: Annotated[int, typer.Option(help="With pipeline: so many micro-batches.")] = 8,
     schedule: Annotated[str, typer.Option(help="With pipeline: only this schedule.")] = "",
 ) -> None:
@@ -42,6 +42,8 @@ def list_choices(
         )
     if script is not None and slot not in ("tensor", "pipeline"):
         raise ConfigError(f"shoal list {slot} takes no script; tensor and pipeline do.")
+    if degree < 2 or stages < 2:
+        raise ConfigError(f"--degree {degree} --stages {stages}: a model is divided into 2 parts or more.")
     if script is not None:
         _ask(script, f"tensor {degree}" if slot == "tensor" else f"pipeline {stages}")
         return
@@ -56,7 +58,7 @@ def list_choices(
 def _ask(script: str, question: str) -> None:
     from shoal.cluster.local import Job, check, run_job
 
-    job = Job(script, output="all", environment={"SHOAL_LIST": question})
+    job = Job(script, output="first", environment={"SHOAL_LIST": question})
     check(job)
     run_job(job)
 
@@ -68,12 +70,10 @@ def _draw(schedule: str, stages: int, microbatches: int) -> None:
     for name in [schedule] if schedule else pipeline.TABLE:
         chosen = pipeline.TABLE.look_up(name)
         ranks = stages // chosen.stages_per_rank
-        if ranks * chosen.stages_per_rank != stages:
-            raise ConfigError(
-                f"{name} has {chosen.stages_per_rank} stages a worker, which do not divide {stages}; use an even "
-                "number."
-            )
-        print(f"\n{name}\n{draw(name, ranks, microbatches)}")
+        if ranks * chosen.stages_per_rank == stages:
+            print(f"\n{draw(name, ranks, microbatches)}")
+        else:
+            print(f"\n{name}: {chosen.stages_per_rank} stages a worker, which do not divide {stages}")
 
 
 def _slots() -> dict[str, Table[Any]]:
@@ -95,7 +95,7 @@ def _grid(name: str, table: Table[Any]) -> Grid:
         title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0)
     )
     grid.add_column("choice", no_wrap=True)
-    grid.add_column("options", no_wrap=True)
+    grid.add_column("options", max_width=32)
     grid.add_column("promise", no_wrap=True)
     grid.add_column("what it does")
     for choice, made in table.items():

@@ -34,6 +34,12 @@ def verify(
     ] = "",
     workers: Annotated[int | None, typer.Option(help="Workers under the strategy (2).")] = None,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a setting of the script's Run, in both runs."
+        ),
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp64 shows mistakes apart from rounding.")] = "fp64",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
 ) -> None:
@@ -49,8 +55,8 @@ def verify(
         raise ConfigError(f"--steps {steps}: compare at least 1 step.")
     allowed = _TOLERANCE[precision] if tolerance is None else tolerance
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
-        settings = overrides(strategy, str(steps), [f"precision={precision}"])
-        many = _job(script, args, count, settings, Path(folder) / "many", stands_for=1)
+        asked = overrides(strategy, str(steps), [f"precision={precision}", *(settings or [])])
+        many = _job(script, args, count, asked, Path(folder) / "many", stands_for=1)
         check(many)
         with forkable_imports(many):
             from shoal.plan.check import check_text
@@ -61,7 +67,7 @@ def verify(
         _run(many, f"running {steps} steps: {label} ...")
         told = Path(folder) / "many" / "stands_for"
         parts = int(told.read_text()) if told.exists() else count
-        alone = {**settings, "strategy": "solo"}
+        alone = {**asked, "strategy": "solo"}
         _run(
             _job(script, args, 1, alone, Path(folder) / "one", stands_for=parts),
             f"running {steps} steps: one process ...",
@@ -115,9 +121,10 @@ def _verdict(folder: Path, label: str, precision: str, allowed: float) -> str:
         )
     if steps == 0:
         raise VerifyFailed("nothing to compare: the script made no step; does it loop over run.steps(...)?")
+    gap = f"largest difference {worst.relative:.1e} relative ({worst.what}, step {worst.step})"
     return (
         f"EQUAL: {label} computes what one process computes: {steps} steps in {precision}, losses, gradients and "
-        f"parameters; largest difference {worst.relative:.1e} relative ({worst.what}, step {worst.step})."
+        f"parameters; {gap if worst.relative else 'not one bit differs'}."
     )
 
 
@@ -137,7 +144,7 @@ def compare(one: Path, many: Path) -> Iterator[Difference]:
             left, right = (load_file(folder / f"{step}.{kind}.safetensors") for folder in (one, many))
             # Numbers far below the largest of their kind are the rest of a cancellation: rounding is all they hold.
             floor = (
-                1e-6 * max((float(t.abs().max()) for t in left.values() if t.numel()), default=1.0) + 1e-30
+                1e-4 * max((float(t.abs().max()) for t in left.values() if t.numel()), default=1.0) + 1e-30
             )
             for name in sorted(left.keys() | right.keys()):
                 what = f"{kind.removesuffix('s')} of '{name}'"

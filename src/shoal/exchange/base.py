@@ -109,6 +109,25 @@ class Exchange(ABC):
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         """Back-propagate loss × weight of one micro-batch; None where this rank has no sample in it."""
 
+    def before_reduction(self) -> None:
+        """A pipeline's backward passes are over, and what runs them is about to have gradients summed."""
+        return
+
+    def left(self, name: str) -> torch.Tensor | None:
+        """The gradient that a pipeline has left for what is here of a parameter."""
+        gradient = self.module.get_parameter(name).grad
+        return None if gradient is None else local(gradient)
+
+    def leave(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Put another in its place."""
+        parameter = self.module.get_parameter(name)
+        if gradient is None:
+            parameter.grad = None
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).copy_(gradient)
+
     @abstractmethod
     def collect(self) -> None:
         """Instead of `backward`: take the gradients that backward passes of a pipeline have left in `.grad`."""

@@ -46,6 +46,12 @@ class Part:
         unsharded: nn.Parameter = self.cell.unsharded_param
         return unsharded
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of the whole parameter waits to be summed."""
+        kept = self.cell.unsharded_accumulated_grad is not None
+        return kept or (hasattr(self.cell, "_unsharded_param") and self.gathered.grad is not None)
+
     def take(self, whole: torch.Tensor) -> None:
         """Keep this worker's rows of a whole value."""
         flat = whole.detach().reshape(self.shape).reshape(-1)
@@ -83,6 +89,10 @@ class Rows:
         self.whole = {name: p for name, p in model.named_parameters() if name not in self.parts}
         """Those that are not: alone all of them, else a few that cannot be cut, such as single numbers."""
 
+    def has_gradient(self, name: str) -> bool:
+        """Whether a gradient of this worker's own waits to be summed."""
+        return self.parts[name].has_gradient if name in self.parts else self.whole[name].grad is not None
+
     def of(self, name: str) -> torch.Tensor:
         """What is here of a parameter."""
         return self.parts[name].held if name in self.parts else local(self.whole[name]).detach()
@@ -97,6 +107,13 @@ class Rows:
             self.parts[name].take(whole)
         else:
             local(self.whole[name]).detach().copy_(whole)
+
+    def fill(self, model: nn.Module, values: Callable[[str], torch.Tensor]) -> None:
+        """Keep what belongs here of every initial value, one tensor at a time."""
+        for name, _ in model.named_parameters():
+            self.take(name, values(name))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(values(name))
 
     def kept(self, optimizer: optim.Optimizer, learning: Collection[str]) -> Kept:
         """The optimizer state of what is cut."""

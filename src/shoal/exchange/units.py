@@ -6,13 +6,12 @@ This file and its neighbours `rows`, `gathers` and `scatters` are the only ones 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -72,12 +71,12 @@ class Unit:
             group.reshard()
 
 
-def cut_into_units(
-    root: nn.Module, model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, options: UnitOptions
-) -> list[Unit]:
+def cut_into_units(root: nn.Module, setup: Setup, options: UnitOptions) -> list[Unit]:
     """Cut every parameter over the mesh, block by block, and what is left as the unit of the root, which is last."""
+    assert setup.mesh is not None
+    model, mesh = setup.model, setup.mesh["shard"]
     device = mesh.device_type
-    names = [name for name in blocks if any(True for _ in model.get_submodule(name).parameters())]
+    names = [name for name in setup.blocks if any(True for _ in model.get_submodule(name).parameters())]
     unable = _not_to_be_cut(root, [model.get_submodule(name) for name in names])
     policy = CPUOffloadPolicy(pin_memory=device != "cpu") if options.offload else OffloadPolicy()
 

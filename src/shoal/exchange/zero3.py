@@ -5,9 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 When to use: the model does not fit into one worker. Parameters are gathered unit by unit when they are needed, in
 forward and again in backward, which is one and a half times the traffic of ddp.
 
-torch's FSDP2 (`fully_shard`) does the cutting. What is different here from using it by hand: gradients are sums,
-whoever had how many samples; parameters that only some workers use, or none, are treated as one process would;
-gathers and sums run while the model computes, on a CPU too; the optimizer works on plain tensors.
+torch's FSDP2 (`fully_shard`) does the cutting; docs/concepts/zero3.md says what is different from using it by hand.
 """
 
 from __future__ import annotations
@@ -67,16 +65,12 @@ class Zero3(Exchange):
         reshard = options.reshard and setup.root is None
         self._units: list[Unit] = []
         if self._owners.size > 1:
-            assert setup.mesh is not None
-            mesh = setup.mesh["shard"]
-            self._units = cut_into_units(
-                root, setup.model, setup.blocks, mesh, replace(options, reshard=reshard)
-            )
+            self._units = cut_into_units(root, setup, replace(options, reshard=reshard))
         if setup.values is not None:
             make_real(root, torch.device("cpu") if options.offload else setup.world.device)
         self._rows = Rows(self._units, setup.model, self._owners, setup.shares)
         if setup.values is not None:
-            self._fill(setup)
+            self._rows.fill(setup.model, setup.values)
         self._prepare_optimizer(setup)
         self._used: dict[str, bool] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -92,13 +86,6 @@ class Zero3(Exchange):
         for name, p in self._rows.whole.items():
             if p.requires_grad:
                 watch(p, self._noticing(name))
-
-    def _fill(self, setup: Setup) -> None:
-        assert setup.values is not None
-        for name, _ in setup.model.named_parameters():
-            self._rows.take(name, setup.values(name))
-        for name, buffer in setup.model.named_buffers():
-            buffer.copy_(setup.values(name))
 
     def _prepare_optimizer(self, setup: Setup) -> None:
         self._learning = trainable(setup.model)
@@ -184,15 +171,33 @@ class Zero3(Exchange):
             self._gathers.close_backward()
             self._scatters.settle()
 
+    def before_reduction(self) -> None:
+        # Backward passes in two parts go past all hooks; but now, those that have a gradient have it still.
+        for name in self._learning:
+            self._used[name] = self._used.get(name, False) or self._rows.has_gradient(name)
+        self._agree(Tally(0.0, 0.0))
+
+    def left(self, name: str) -> torch.Tensor | None:
+        return super().left(name) if self._used.get(name) else None  # FSDP2 leaves zeros where there is none
+
+    def leave(self, name: str, gradient: torch.Tensor | None) -> None:
+        super().leave(name, gradient)
+        self._used[name] = gradient is not None
+
     def collect(self) -> None:
         pass  # the runtime of a pipeline has had them summed already
 
-    def finish(self, tally: Tally) -> Tally:
+    def _agree(self, tally: Tally) -> Tally:
+        """On the loss, and on which parameters had a gradient anywhere."""
         used = [float(self._used.get(name, False)) for name in self._learning]
         numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
         self.world.all_reduce(numbers).wait()
         total, count, *users = numbers.tolist()
         self._used = {name: n > 0 for name, n in zip(self._learning, users, strict=True)}
+        return Tally(total, count)
+
+    def finish(self, tally: Tally) -> Tally:
+        agreed = self._agree(tally)
         handles = []
         for name, p in self._rows.whole.items():
             if self._used.get(name):
@@ -204,7 +209,7 @@ class Zero3(Exchange):
         handles += [self._replicas.all_reduce(rows) for rows in self._sums()]
         for handle in handles:
             handle.wait()
-        return Tally(total, count)
+        return agreed
 
     def _take_gradients(self) -> None:
         """Where FSDP2 has put them."""
@@ -292,7 +297,4 @@ class Zero3(Exchange):
         return [self._gradients[name] for name in self._having() if name in self._rows.parts]
 
     def _held(self) -> list[torch.Tensor]:
-        return [
-            *self._sums(),
-            *(self._gradients[name] for name in self._having() if name in self._rows.whole),
-        ]
+        return self._sums() + [self._gradients[n] for n in self._having() if n in self._rows.whole]

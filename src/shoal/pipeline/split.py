@@ -180,7 +180,7 @@ def _check_named(model: nn.Module, spine: Spine, name: str) -> int:
     known = dict(model.named_modules())
     if name not in known or not name:
         raise ConfigError(
-            f"split= names '{name}', which is no module of the model{did_you_mean(name, known)}"
+            f"split= names '{name}', which is no module of the model{did_you_mean(name, [n for n in known if n and n.count('.') < 2])}"
         )
     numbers = spine.numbers(name)
     if len(numbers) != 1:

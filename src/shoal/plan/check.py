@@ -60,7 +60,9 @@ def _degrees_divide(plan: Plan, workers: int) -> str | None:
 
 def _solo_is_alone(plan: Plan, workers: int) -> str | None:
     if plan.exchange.name == "solo" and workers > 1:
-        return f"solo is one process alone; you have {workers} workers. Use --workers 1, or ddp."
+        product = "".join(f" * {c}" for c in (plan.tensor, plan.pipeline) if c is not None)
+        remedy = f"Use ddp{product}." if product else "Use --workers 1, or ddp."
+        return f"solo is one process alone; you have {workers} workers. {remedy}"
     return None
 
 

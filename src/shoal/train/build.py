@@ -216,6 +216,10 @@ def _check_kinds(order: Order) -> None:
         raise ConfigError(
             f"loss= is a {type(order.loss).__name__}; give a function (output, batch) -> (sum, count)."
         )
+    if not isinstance(order.tensor_rules, Mapping):
+        raise ConfigError(
+            f'tensor_rules= is a {type(order.tensor_rules).__name__}; give a dict such as {{"*.up": "column"}}.'
+        )
     for name, given in (("inputs", order.inputs), ("collate", order.collate)):
         if given is not None and not callable(given):
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
@@ -250,8 +254,7 @@ def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         who = "workers" if mesh.model.size == 1 else "replicas"
         raise ConfigError(
             f"global_batch={order.global_batch} cannot be cut into {mesh.data.size} {who} × {parts} "
-            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer workers, or fewer "
-            "micro-batches."
+            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
         )
 
 

@@ -119,10 +119,11 @@ def divide(
     dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     ties, same = [], {}
     for group in split.tied:
-        held = tuple(name for number, name in group if number in mine)
+        held = tuple(dict.fromkeys(name for number, name in group if number in mine))
         first = group[0][1]
         ties.append(Tie(held, dtypes[first]))
-        same.update({name: first for number, name in group[1:] if number in mine})
+        if group[0][0] not in mine:
+            same.update({name: first for number, name in group[1:] if number in mine})
     trim(model, split.stages, mine)
     return Divided(layout, split, same, ties, _shares(model, layout, same), dtype)
 

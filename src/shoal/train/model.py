@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shoal import seeds
 from shoal.errors import ConfigError
@@ -46,6 +47,12 @@ def make_model(
 
 
 def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"the model has parameters without a size ('{name}'); give its sizes, as in nn.Linear(8, 4) for "
+                "nn.LazyLinear(4)."
+            )
     return model.train() if dtype is None else model.to(dtype).train()
 
 

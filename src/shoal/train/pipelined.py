@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.batch import Batch, Inputs, convert, length
@@ -175,9 +175,18 @@ class Pipelined:
             loss_fn=lambda total, weight: total * weight,
             scale_grads=False,
         )
+        self._runtime.register_custom_function(_ComputationType.REDUCE_GRAD, self._reduce)
         self._runtime._prepare_schedule_with_comms(
             to_torch(self._schedule.actions(self._world.size, self._microbatches))
         )
+
+    def _reduce(self, action: Any, ctx: Any) -> None:
+        """A stage's backward passes are over."""
+        del ctx
+        assert self._exchange is not None
+        self._exchange.before_reduction()
+        stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+        stage.perform_reduce_grad(1)
 
     def run(self, number: int, portion: Portion, weight: float) -> Tally:
         """Forward and backward of a portion; gradients are on their way when it returns."""
@@ -252,24 +261,19 @@ class Pipelined:
                 )
 
     def _sum_ties(self) -> None:
-        """A weight that several stages hold has the sum of their gradients everywhere."""
-        assert self._exchange is not None
-        parameters = dict(self._exchange.module.named_parameters())
+        """A weight that several stages hold has the sum of their gradients everywhere, or none anywhere."""
+        exchange = self._exchange
+        assert exchange is not None
         for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
-            held = [parameters[name] for name in tie.mine]
-            gradients = [local(p.grad) for p in held if p.grad is not None]
             total = torch.zeros(math.prod(shape) + 1, dtype=tie.dtype, device=self._job.device)
-            for gradient in gradients:
-                total[:-1] += gradient.reshape(-1)
-                total[-1] = 1.0  # somebody has one
+            for name in tie.mine:
+                gradient = exchange.left(name)
+                if gradient is not None:
+                    total[:-1] += gradient.reshape(-1)
+                    total[-1] = 1.0  # somebody has one
             self._world.all_reduce(total).wait()
-            for parameter in held:
-                if not total[-1]:
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(total[:-1].view(shape))
+            for name in tie.mine:
+                exchange.leave(name, total[:-1].view(shape) if total[-1] else None)
 
 
 def lengthen(tensor: torch.Tensor, size: int) -> torch.Tensor:
