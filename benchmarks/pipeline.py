@@ -58,7 +58,7 @@ def contest(world: World, strategy: str, size: str, batch: int, rounds: int) -> 
         portion = parts.loader.take(turn)
         forward, backward = [], []
         for number, chunk in line._chunks.items():
-            line._job.loads = [line._job.load(b, line._size, True, turn, 0) for b in portion.batches]
+            line._job.loads = [line._job.load(b, True, turn, 0) for b in portion.batches]
             example = line._example(number - 1)
             received = torch.zeros(example.shape, dtype=example.dtype)
             world.barrier()

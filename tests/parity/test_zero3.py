@@ -1,4 +1,4 @@
-"""zero3 equals one process in float64: on every toy, in all its forms, and on models made to hurt it."""
+"""zero3 equals one process in all its forms, and on models made to hurt it; test_exchanges.py has the toys."""
 
 from __future__ import annotations
 
@@ -90,15 +90,12 @@ def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, Trace]:
     return {name: run_toy(world, EVERY[name], strategy) for name in names}
 
 
-def check(
-    strategy: str, workers: int, names: list[str] | None = None, parts: int = 0, backend: str = "auto"
-) -> None:
-    """`parts`: into how many micro-batches all workers together cut a step."""
+def check(strategy: str, workers: int, names: list[str] | None = None, backend: str = "auto") -> None:
     chosen = list(EVERY) if names is None else names
     traces = spawn(run_toys, workers, strategy, chosen, backend=backend)
     for name in chosen:
         toy = EVERY[name]
-        wanted = run_toy(World.alone(), toy, "solo", accumulate=(parts or workers) * toy.accumulate)
+        wanted = run_toy(World.alone(), toy, "solo", accumulate=workers * toy.accumulate)
         for rank, found in enumerate(traces):
             gap, where = largest_difference(wanted, found[name])
             assert gap < 1e-12, f"{name} under {strategy}, rank {rank} of {workers}: {gap:.2e} at {where}"
@@ -111,7 +108,7 @@ def check(
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_equals_one_process(workers: int) -> None:
-    check("zero3", workers)
+    check("zero3", workers, list(MADE))
 
 
 @pytest.mark.parametrize("option", ["reshard=false", "offload=true"])
@@ -125,9 +122,4 @@ def test_replicas(replicas: int) -> None:
 
 
 def test_by_messages() -> None:
-    check("zero3", 3, backend="gloo")
-
-
-def test_with_other_axes() -> None:
-    check("zero3 * tp2", 4, ["odd", "frozen"], parts=2)
-    check("zero3 * pp2(gpipe, microbatches=2)", 4, ["odd", "frozen"], parts=4)
+    check("zero3", 3, [*MADE, "unused", "uneven"], backend="gloo")

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import ConfigError
 from shoal.pipeline.proof import prove
 from shoal.pipeline.spine import observe
-from shoal.pipeline.split import Split, choose, describe, find_split, span_costs
+from shoal.pipeline.split import Split, choose, describe_split, find_split, span_costs
 from shoal.pipeline.stage import StageModule, plan_stages
 from shoal.pipeline.trim import trim
 from shoal.testing.toys import TABLE as TOYS
@@ -562,7 +562,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 def test_the_table_for_people() -> None:
     split = find_split(build(Transformer), tokens(), 2, costs=[1, 1, 1, 1, 1, 1, 4])
-    assert describe(split).splitlines() == [
+    assert describe_split(split).splitlines() == [
         "stage  modules            parameters  share of cost",
         "    0  embed to blocks.3         504           50 %",
         "    1  norm to head              121           50 %",

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import ConfigError
-from shoal.tensor import Cuts, Piece, TensorLayout, TensorOptions, check_options, cut, describe, find_cuts
+from shoal.tensor import (
+    Cuts,
+    Piece,
+    TensorLayout,
+    TensorOptions,
+    check_options,
+    cut,
+    describe_cuts,
+    find_cuts,
+)
 from shoal.tensor.layout import assemble
 from shoal.testing.toys import TABLE as TOYS
 
@@ -397,7 +406,7 @@ def test_parts_make_the_whole(degree: int, groups: list[int], dim: int) -> None:
 
 def test_description_folds_layers_that_are_alike() -> None:
     block = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.LayerNorm(4))
-    text = describe(cuts_of(nn.Sequential(block, copy.deepcopy(block)), X))
+    text = describe_cuts(cuts_of(nn.Sequential(block, copy.deepcopy(block)), X))
     assert text.splitlines() == [
         "cut 2 ways  how     count  why",
         "*.0         column      2  a pair with '*.2'",

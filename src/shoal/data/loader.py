@@ -75,6 +75,7 @@ class Loader:
         self.steps_per_epoch = -(-self._count // feed.global_batch)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
         self._cuts: dict[int, list[tuple[int, int]]] = {}
+        self._counts: dict[int, tuple[bool, ...]] = {}
         self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
         self._expected = -1
@@ -84,8 +85,9 @@ class Loader:
         epoch, inside = divmod(step, self.steps_per_epoch)
         start, stop = self._span(inside)
         ids = self._micro_ids(epoch, start, stop)
-        counts = tuple([len(some) > 0 for some in ids])
-        ids = self._filled(ids, epoch, start)
+        counts = self._counts[stop - start]
+        if self.feed.fill:
+            ids = self._filled(ids, epoch, start)
         if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
@@ -112,12 +114,13 @@ class Loader:
             total = self.feed.size * self.feed.accumulate
             cuts = [split(stop - start, total, self.first + i) for i in range(self.feed.accumulate)]
             self._cuts[stop - start] = cuts
+            self._counts[stop - start] = tuple(a < b for a, b in cuts)
         low, high = start + cuts[0][0], start + cuts[-1][1]
         mine = self._ids(epoch, low, high)
         return [mine[start + a - low : start + b - low] for a, b in cuts]
 
     def _filled(self, ids: list[Ids], epoch: int, start: int) -> list[Ids]:
-        if not self.feed.fill or all(len(some) for some in ids):
+        if all(len(some) for some in ids):
             return ids
         filler = self._order.ids(epoch, start, start + 1)
         return [some if len(some) else filler for some in ids]
@@ -162,7 +165,8 @@ def _ids_from(loader: Loader, step: int) -> Iterator[Wanted]:
     while True:
         epoch, inside = divmod(step, loader.steps_per_epoch)
         start, stop = loader._span(inside)
-        ids = loader._filled(loader._micro_ids(epoch, start, stop), epoch, start)
+        ids = loader._micro_ids(epoch, start, stop)
+        ids = loader._filled(ids, epoch, start) if loader.feed.fill else ids
         yield from ((step, number, some) for number, some in enumerate(ids, loader.first) if len(some))
         step += 1
 

@@ -179,8 +179,9 @@ def _check_named(model: nn.Module, spine: Spine, name: str) -> int:
     """The number of the call that the name stands for, if a stage can begin there."""
     known = dict(model.named_modules())
     if name not in known or not name:
+        outer = [n for n in known if n and n.count(".") < 2]
         raise ConfigError(
-            f"split= names '{name}', which is no module of the model{did_you_mean(name, [n for n in known if n and n.count('.') < 2])}"
+            f"split= names '{name}', which is no module of the model{did_you_mean(name, outer)}"
         )
     numbers = spine.numbers(name)
     if len(numbers) != 1:
@@ -282,11 +283,11 @@ def _tied(
     return tuple(tuple(sorted(copies.items())) for copies in groups.values() if len(copies) > 1)
 
 
-def describe(split: Split) -> str:
+def describe_split(split: Split) -> str:
     """The split as a table for people.
 
     >>> model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
-    >>> print(describe(find_split(model, torch.zeros(4, 3), stages=2, costs=[1, 1, 1])))
+    >>> print(describe_split(find_split(model, torch.zeros(4, 3), stages=2, costs=[1, 1, 1])))
     stage  modules  parameters  share of cost
         0  0                20           33 %
         1  2 to 4           42           67 %

@@ -9,7 +9,7 @@ Between workers of one host: each layer waits for its neighbours.
 from __future__ import annotations
 
 from shoal.tensor.apply import apply_cuts, check_options, loss_context
-from shoal.tensor.cuts import Cut, Cuts, TensorOptions, describe
+from shoal.tensor.cuts import Cut, Cuts, TensorOptions, describe_cuts
 from shoal.tensor.find import find_cuts
 from shoal.tensor.layout import Piece, TensorLayout, cut, join
 
@@ -22,7 +22,7 @@ __all__ = [
     "apply_cuts",
     "check_options",
     "cut",
-    "describe",
+    "describe_cuts",
     "find_cuts",
     "join",
     "loss_context",

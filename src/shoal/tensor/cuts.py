@@ -84,11 +84,11 @@ class Cuts:
         return TensorLayout({name: piece for cut in self.cuts for name, piece in cut.parameters}, self.degree)
 
 
-def describe(cuts: Cuts) -> str:
+def describe_cuts(cuts: Cuts) -> str:
     """A table of what is cut, how and why, and of what is left whole and why. Repeated layers share a line.
 
     >>> one = Cut("0.up", "column", "a pair with 0.down", (("0.up.weight", Piece(0, (8,))),))
-    >>> print(describe(Cuts((one,), (("norm", "LayerNorm is not cut"),), degree=2)))
+    >>> print(describe_cuts(Cuts((one,), (("norm", "LayerNorm is not cut"),), degree=2)))
     cut 2 ways  how     count  why
     0.up        column      1  a pair with 0.down
     <BLANKLINE>

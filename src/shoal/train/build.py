@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -123,7 +124,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         whole=Whole(mesh, made, shape, divided.layout, divided.same),
         streams=streams,
         presence=presence,
-        split_loss=lambda: loss_context(options),
+        split_loss=(lambda: loss_context(options)) if options.loss else nullcontext,
         precision=chosen,
         scale=precision.LossScale(dynamic=chosen.scaled),
         clip=clip,

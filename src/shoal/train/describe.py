@@ -5,10 +5,8 @@ from __future__ import annotations
 from shoal.data.batch import convert, default_inputs
 from shoal.data.loader import Feed, Loader
 from shoal.errors import ConfigError
-from shoal.pipeline.split import describe as describe_split
-from shoal.pipeline.split import find_split
-from shoal.tensor import describe as describe_cuts
-from shoal.tensor import find_cuts
+from shoal.pipeline.split import describe_split, find_split
+from shoal.tensor import describe_cuts, find_cuts
 from shoal.train import precision
 from shoal.train.build import Order
 from shoal.train.divide import Trial

@@ -50,7 +50,6 @@ class Parts:
     count_per_sample: float
     """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
 
-    @property
-    def world(self) -> World:
+    def __post_init__(self) -> None:
+        self.world: World = self.mesh.world
         """Everybody."""
-        return self.mesh.world

@@ -87,8 +87,8 @@ class Run:
     on_nan: str = "stop"
     """What a non-finite loss does: "stop", or "skip" that step."""
     deterministic: bool = False
-    """Sums in rank order and torch's deterministic kernels: on one host all exchanges agree bit for bit. Between
-    hosts `shared` sums within each host first, so it repeats itself bit for bit and rounds in its own way."""
+    """Sums in rank order and torch's deterministic kernels: on one host ddp, zero1, zero2 and shared agree bit for
+    bit. Between hosts `shared` sums within each host first: it repeats itself bit for bit and rounds in its own way."""
     checkpoint: str | None = None
     """Folder for checkpoints. A run that finds one there goes on from it."""
     checkpoint_every: int | None = None

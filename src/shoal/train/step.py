@@ -83,7 +83,7 @@ def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Ta
                     losses.append(total.detach())
                     count += n
             parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
-    return Tally(sum([float(loss) for loss in losses]), count)
+    return Tally(sum([loss.item() for loss in losses]), count)
 
 
 def _over_stages(parts: Parts, tally: Tally) -> Tally:

@@ -33,8 +33,9 @@ class Streams:
 
     def begin(self, step: int, micro: int) -> None:
         """A forward pass of micro-batch `micro` of a step comes next."""
-        self._at, self._calls = (step, micro), {}
         seeds.set_stream(self._seed, "step", step, micro)
+        if self._hooks:
+            self._at, self._calls = (step, micro), {}
         if self._watching:
             self._state = torch.get_rng_state()
 
@@ -48,6 +49,7 @@ class Streams:
         if self._watching and not self._drawn:
             for hook in self._hooks:
                 hook.remove()
+            self._hooks = []
         self._watching = False
 
     def _note(self) -> None:

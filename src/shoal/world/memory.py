@@ -1,6 +1,6 @@
 """Memory that the workers of one host hold in common, under no name.
 
-Rank 0 makes an anonymous file in memory (memfd), reserves every byte of it, and tells the others through the
+Rank 0 makes an anonymous file in memory (memfd), reserves it, and tells the others through the
 store where the kernel shows that file: `/proc/<pid>/fd/<fd>`. They open and map it; once all have, rank 0
 closes the descriptor. So nothing ever appears in /dev/shm, the small /dev/shm of containers does not matter,
 and the kernel frees the memory with the last process, however it ended.
@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of <linux/mman.h>, which Python does not name yet."""
 _ALIGNMENT = 4096
 _SAID_YES = "yes"
 _MEMCPY = ctypes.CDLL(None).memcpy
@@ -41,21 +43,27 @@ class SharedRegion:
         self.nbytes = len(mapping)
 
     @classmethod
-    def create(cls, store: Store, name: str, rank: int, size: int, nbytes: int) -> SharedRegion:
-        """Make a region together; all ranks pass the same `name`, new in `store`, and `nbytes`."""
+    def create(
+        cls, store: Store, name: str, rank: int, size: int, nbytes: int, seldom: int = 0
+    ) -> SharedRegion:
+        """Make a region together; all ranks pass the same `name`, new in `store`, and `nbytes`.
+
+        The last `seldom` bytes take memory only when they are first used.
+        """
         nbytes = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         if rank == 0:
-            return cls._lead(store, name, size, nbytes)
-        return cls._follow(store, name, rank, nbytes)
+            return cls._lead(store, name, size, nbytes, nbytes - seldom)
+        return cls._follow(store, name, rank, nbytes, nbytes - seldom)
 
     @classmethod
-    def _lead(cls, store: Store, name: str, size: int, nbytes: int) -> SharedRegion:
+    def _lead(cls, store: Store, name: str, size: int, nbytes: int, at_once: int) -> SharedRegion:
         fd, answers, region = -1, [_SAID_YES], None
         try:
             fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
             # Reserving now turns a lack of memory into an error; a sparse file would kill us at first touch.
-            os.posix_fallocate(fd, 0, nbytes)
-            region = cls(_map(fd, nbytes))
+            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, at_once)
+            region = cls(_map(fd, nbytes, at_once))
             store.set(f"{name}/path", f"/proc/{os.getpid()}/fd/{fd}")
         except OSError as error:
             answers = [f"{nbytes / 1e6:.1f} MB on rank 0: {error}"]
@@ -70,14 +78,14 @@ class SharedRegion:
         return _agreed(region, verdict)
 
     @classmethod
-    def _follow(cls, store: Store, name: str, rank: int, nbytes: int) -> SharedRegion:
+    def _follow(cls, store: Store, name: str, rank: int, nbytes: int, at_once: int) -> SharedRegion:
         answer, region = _SAID_YES, None
         path = store.get(f"{name}/path").decode()
         try:
             if path:  # empty: rank 0 has failed already and its reason will come with the verdict
                 fd = _open_memory(path)
                 try:
-                    region = cls(_map(fd, nbytes))
+                    region = cls(_map(fd, nbytes, at_once))
                 finally:
                     os.close(fd)
         except OSError as error:
@@ -140,9 +148,12 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     _MEMCPY(target.data_ptr(), source.data_ptr(), min(source.nbytes, target.nbytes))
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    # Populating now takes the page faults out of the first collective.
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _map(fd: int, nbytes: int, at_once: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    # Populating now takes the page faults out of the first collective; kernels before 5.14 cannot do it.
+    with contextlib.suppress(OSError):
+        mapping.madvise(_POPULATE_WRITE, 0, at_once)
+    return mapping
 
 
 def _agreed(region: SharedRegion | None, verdict: str) -> SharedRegion:

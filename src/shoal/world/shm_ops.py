@@ -54,7 +54,7 @@ _SUM = ReduceOp(ReduceOp.SUM)
 
 
 def region_bytes(size: int) -> int:
-    """Bytes a group of `size` ranks shares: control page, staging areas, and the slots of the line."""
+    """Bytes a group of `size` ranks shares: control page, staging areas, and at the end the slots of the line."""
     return control_bytes(size) + size * 2 * HALF + SLOTS * LINE
 
 
