@@ -177,11 +177,10 @@ def _divides(spine: Spine, name: str, together: Together) -> bool:
 
 def _check_named(model: nn.Module, spine: Spine, name: str) -> int:
     """The number of the call that the name stands for, if a stage can begin there."""
-    known = dict(model.named_modules())
-    if name not in known or not name:
-        outer = [n for n in known if n and n.count(".") < 2]
+    known = [n for n, _ in model.named_modules() if n]
+    if name not in known:
         raise ConfigError(
-            f"split= names '{name}', which is no module of the model{did_you_mean(name, outer)}"
+            f"split= names '{name}', which is no module of the model{did_you_mean(name, known[:20])}"
         )
     numbers = spine.numbers(name)
     if len(numbers) != 1:
