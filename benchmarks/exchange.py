@@ -166,15 +166,21 @@ def contestants(world: World, case: Case) -> dict[str, Callable[[], Stepper]]:
 
 
 def contest(world: World, case: Case) -> dict[str, list[float]]:
-    """Seconds of every timed step of every contestant; contestants alternate, round by round."""
+    """Seconds of every timed step of every contestant."""
     torch.set_num_threads(1)
-    makers = contestants(world, case)
+    return alternate(world, contestants(world, case), case.rounds, case.steps)
+
+
+def alternate(
+    world: World, makers: dict[str, Callable[[], Stepper]], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of every timed step; contestants alternate, round by round."""
     times: dict[str, list[float]] = {name: [] for name in makers}
-    for turn in range(case.rounds):
+    for turn in range(rounds):
         order = list(makers) if turn % 2 == 0 else list(reversed(makers))
         for name in order:
             step = makers[name]()
-            for number in range(2 + case.steps):
+            for number in range(2 + steps):
                 world.barrier()
                 start = time.perf_counter()
                 step(number)
@@ -217,8 +223,13 @@ def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
         ]
         span = f"{low * 1e3:.0f}..{high * 1e3:.0f}"
         print(f"{name:<20} {medians[name] * 1e3:>10.1f} {span:>15} {ratios[0]:>9} {ratios[1]:>16}")
+    return judge(medians, GOALS)
+
+
+def judge(medians: dict[str, float], goals: list[tuple[str, str, float]]) -> int:
+    """Print each ratio beside its goal; how many are missed."""
     missed = 0
-    for mine, theirs, most in GOALS:
+    for mine, theirs, most in goals:
         if mine in medians and theirs in medians:
             ratio = medians[mine] / medians[theirs]
             missed += ratio > most

@@ -15,18 +15,28 @@ solo has beyond its states.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exchange import SIZES, Case, Stepper, Transformer, adamw, dataset, loss, shoal_loop, torch_loop
+from exchange import (
+    SIZES,
+    Case,
+    Stepper,
+    Transformer,
+    adamw,
+    alternate,
+    dataset,
+    judge,
+    loss,
+    shoal_loop,
+    torch_loop,
+)
 from memory import settle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -90,24 +100,10 @@ def contestants(world: World, case: Case) -> dict[str, Callable[[], Stepper]]:
 
 
 def contest(world: World, case: Case) -> dict[str, list[float]]:
-    """Seconds of every timed step; contestants alternate, round by round."""
+    """Seconds of every timed step of every contestant."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank))
-    makers = contestants(world, case)
-    times: dict[str, list[float]] = {name: [] for name in makers}
-    for turn in range(case.rounds):
-        for name in list(makers) if turn % 2 == 0 else list(reversed(makers)):
-            step = makers[name]()
-            for number in range(2 + case.steps):
-                world.barrier()
-                start = time.perf_counter()
-                step(number)
-                world.barrier()  # a step is over when the slowest worker is
-                if number >= 2:
-                    times[name].append(time.perf_counter() - start)
-            del step
-            gc.collect()
-    return times
+    return alternate(world, contestants(world, case), case.rounds, case.steps)
 
 
 def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
@@ -115,14 +111,7 @@ def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
     print(f"\n{case.size}, {workers} workers, batch {case.batch} a worker")
     for name, median in medians.items():
         print(f"{name:<22} {median * 1e3:>10.1f} ms a step")
-    missed = 0
-    for mine, theirs, most in GOALS:
-        if mine in medians and theirs in medians:
-            ratio = medians[mine] / medians[theirs]
-            missed += ratio > most
-            print(f"  {'ok  ' if ratio <= most else 'MISS'} {mine} / {theirs} = {ratio:.3f} (goal {most})")
-    sys.stdout.flush()
-    return missed
+    return judge(medians, GOALS)
 
 
 def resident(what: str) -> int:

@@ -273,12 +273,20 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
 @contextmanager
 def copied_buffers(model: nn.Module) -> Iterator[None]:
     """Let the model work on copies of its buffers. The true ones are not written to: a graph may refer to them."""
-    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    tables = [module._buffers for module in model.modules()]
     copies: dict[int, Tensor] = {}
-    for table, entries in before:
-        for key, tensor in entries.items():
-            if tensor is not None:
-                table[key] = copies[id(tensor)] = copies.get(id(tensor), tensor.clone())
+    with restored(tables):
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = copies[id(tensor)] = copies.get(id(tensor), tensor.clone())
+        yield
+
+
+@contextmanager
+def restored(tables: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Whatever happens to these tables, afterwards they hold what they held before."""
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:

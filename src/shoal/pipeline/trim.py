@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.pipeline.spine import Interception, slots
+from shoal.pipeline.spine import Interception, restored, slots
 from shoal.pipeline.stage import Stage, another_way, host
 
 
@@ -56,11 +56,6 @@ def trimmed(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) ->
     tables: list[dict[str, Any]] = [
         table for m in model.modules() for table in (m.__dict__, m._parameters, m._buffers)
     ]
-    before = [(table, dict(table)) for table in tables]
-    trim(model, stages, mine)
-    try:
+    with restored(tables):
+        trim(model, stages, mine)
         yield
-    finally:
-        for table, entries in before:
-            table.clear()
-            table.update(entries)
