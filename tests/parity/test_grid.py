@@ -40,7 +40,7 @@ SCHEDULES = [
 
 def run_schedules(world: World) -> dict[tuple[str, str], Trace | str]:
     return run_cells(
-        world, [s for s in SCHEDULES if s != "zero3 * pp2(interleaved, microbatches=3)"], ["chain", "stack"]
+        world, [s for s in SCHEDULES if s != "zero3 * pp2(interleaved, microbatches=3)"], ["chain", "drawing"]
     )
 
 

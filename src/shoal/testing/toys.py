@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,12 +114,12 @@ class Chain(nn.Module):
 class Stack(nn.Module):
     """A transformer with positions of its own, a mask, and one weight for its embedding and its head."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.places = nn.Parameter(torch.randn(4, 8))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 12, 0.0, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(8, 2, 12, dropout, "gelu", batch_first=True, norm_first=True)
             for _ in range(4)
         )
         self.norm = nn.LayerNorm(8)
@@ -194,6 +195,7 @@ TABLE: Table[Toy] = Table(
         "accumulated": Toy("three micro-batches a step", Odd, accumulate=3, clip=0.5),
         "dropout": Toy("random streams", Dropped),
         "chain": Toy("frozen, skipped and unused layers", Chain, samples=26),
+        "drawing": Toy("dropout inside of blocks", partial(Stack, 0.1), tokens=True, optimizer=grouped),
         "stack": Toy("a transformer, clipped", Stack, tokens=True, optimizer=grouped, clip=0.5),
     },
 )
