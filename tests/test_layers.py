@@ -21,7 +21,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("table", "lazily"),
     ("config",),
     ("world",),
-    ("compress", "report"),
+    ("compress", "report", "partition"),
     ("data", "exchange", "tensor", "pipeline"),
     ("checkpoint",),
     ("plan",),

@@ -44,6 +44,7 @@ class VerifyFailed(ShoalError):
 class WorkerFailed(ShoalError):
     """A worker of a launched job failed."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(self, message: str, exit_code: int = 1, refusal: bool = False) -> None:
+        """`refusal`: the worker raised an error of this file on purpose, and the message is its own sentence."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.refusal = exit_code, refusal

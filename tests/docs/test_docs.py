@@ -114,7 +114,19 @@ def test_benchmarks_named_in_text_exist(page: Path) -> None:
         assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"{name_of(page)}: there is no benchmark {name}"
 
 
-COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+def with_verbs(command: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by the words that it takes, as "run" or "ckpt ls"."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield f"{above}{name}", inner
+        yield from with_verbs(inner, f"{above}{name} ")
+
+
+def names_of(parameter: Any) -> list[str]:
+    """How an option is written, its opposite too, as --no-scout."""
+    return [*parameter.opts, *parameter.secondary_opts]
+
+
+COMMANDS: dict[str, Any] = dict(with_verbs(typer.main.get_command(app)))
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -131,8 +143,12 @@ def test_commands_exist(page: Path) -> None:
         _, verb, *words = line.split()
         if verb == "--version":
             continue
+        if words and f"{verb} {words[0]}" in COMMANDS:
+            verb = f"{verb} {words.pop(0)}"
         assert verb in COMMANDS, f"{name_of(page)}: `{line}`: there is no verb {verb}"
-        options = {name for parameter in COMMANDS[verb].params for name in parameter.opts}
+        if hasattr(COMMANDS[verb], "commands"):
+            assert not words, f"{name_of(page)}: `{line}`: {verb} has no verb {words[0]}"
+        options = {name for parameter in COMMANDS[verb].params for name in names_of(parameter)}
         for word in words:
             if word.endswith(".py") and verb == "run":
                 break  # what follows belongs to the script
@@ -142,7 +158,9 @@ def test_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_named_in_text_exist(page: Path) -> None:
-    known = {name for command in COMMANDS.values() for parameter in command.params for name in parameter.opts}
+    known = {
+        name for command in COMMANDS.values() for parameter in command.params for name in names_of(parameter)
+    }
     known |= {"--version", "--help", "--fix", "--strict"}  # of shoal itself, of scripts/lint and of mypy
     for code in CODE.findall(prose(page)):
         for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code):

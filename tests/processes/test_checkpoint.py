@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import pickle
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 from commands import losses, python, shoal, write
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.checkpoint.plain import Snapshot, read_latest
-from shoal.checkpoint.plain import write as write_checkpoint
+from shoal.checkpoint.convert import import_checkpoint
+from shoal.checkpoint.folder import latest, look, open_folder
+from shoal.checkpoint.keep import Keep
+from shoal.checkpoint.load import Reader
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.train.build import Order, build
-from shoal.train.loop import Loop, Progress
+from shoal.train.checkpoints import Checkpoints, Wishes
+from shoal.train.loop import Loop
+from shoal.train.progress import Progress
 from shoal.types import StepReport
 from shoal.world.world import World
 
@@ -71,7 +75,8 @@ def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -
         seed=1,
     )
     plan, parts = build(order, world, record="")
-    return Loop(parts, case["schedule"], folder, 5, None, {"strategy": str(plan)}, False)
+    checkpoints = Checkpoints(parts, str(plan), Wishes(folder, every=3))
+    return Loop(parts, case["schedule"], checkpoints, None, {"strategy": str(plan)}, False)
 
 
 def adamw(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -109,35 +114,45 @@ def seen(reports: list[StepReport]) -> Seen:
 
 
 def stop_and_go(world: World, root: str, strategies: list[str]) -> dict[str, list[Any]]:
-    """By exchange and case: what an uninterrupted run and an interrupted one saw, and where they ended."""
+    """By exchange and case: what an uninterrupted run and one with three interruptions saw, and where they ended."""
     found = {}
     for strategy in strategies:
         for name, case in CASES.items():
             text = strategy if strategy in ("solo", "zero3") else f"{strategy}(bucket_mb=0.001)"
             whole, cut = (Path(root) / f"{strategy}-{name}-{kind}" for kind in ("whole", "cut"))
             loop = make_loop(world, whole, text, case)
-            wanted = seen(list(loop.steps(12, loop.resume())))
-            first = make_loop(world, cut, text, case)
-            before: Seen = []
-            for report in first.steps(12, first.resume()):
-                before += seen([report])
-                if report.number == 7:  # two steps after the checkpoint, in the middle of an epoch
-                    break
-            second = make_loop(world, cut, text, case)
-            progress = second.resume()
-            assert progress.step == 5
-            after = seen(list(second.steps(12, progress)))
-            ends = [x.parts.whole.parameters() for x in (loop, second)]
-            found[f"{strategy} {name}"] = [wanted, before, after, ends, second.parts.scale.value]
+            wanted = seen(list(loop.steps(12, loop.checkpoints.resume())))
+            again: Seen = []
+            for begin, stop in (
+                (0, 4),
+                (3, 5),
+                (3, 8),
+                (6, 12),
+            ):  # in the middle of an epoch, and of two saves
+                loop_again = make_loop(world, cut, text, case)
+                progress = loop_again.checkpoints.resume()
+                assert progress.step == begin
+                for report in loop_again.steps(12, progress):
+                    again += seen([report])
+                    if report.number == stop:
+                        break
+            ends = [{**x.parts.whole.tensors(), **state_of(x)} for x in (loop, loop_again)]
+            found[f"{strategy} {name}"] = [wanted, again, ends, loop_again.parts.scale.value]
     return found
 
 
+def state_of(loop: Loop) -> dict[str, torch.Tensor]:
+    state = loop.parts.whole.optimizer_state()
+    return {f"{name} {key}": value for name, entries in state.items() for key, value in entries.items()}
+
+
 def check_stop_and_go(found: dict[str, list[Any]]) -> None:
-    for name, (wanted, before, after, (whole, again), scale) in found.items():
-        assert before == wanted[:7], name
-        assert after == wanted[5:], f"{name}: each step as if nothing had happened"
+    for name, (wanted, again, (whole, resumed), scale) in found.items():
+        expected = wanted[:4] + wanted[3:5] + wanted[3:8] + wanted[6:]
+        assert again == expected, f"{name}: each step as if nothing had happened"
+        assert whole.keys() == resumed.keys()
         for key, value in whole.items():
-            assert torch.equal(value, again[key]), f"{name}: {key}"
+            assert torch.equal(value, resumed[key]), f"{name}: {key}"
         if name.endswith("fp16"):
             assert scale == 2.0 ** (16 - sum(skipped for *_, skipped in wanted)) < 2.0**16, name
 
@@ -149,12 +164,23 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> Non
 
 
 TRAIN = """
-run = shoal.Run(**settings, precision="fp64", schedule="exponential(0.9)", checkpoint="kept", checkpoint_every=3,
-                accumulate=6 // int(os.environ.get("WORLD_SIZE", "1")))
+run = shoal.Run(**settings, precision="fp64", schedule="exponential(0.9)", checkpoint="kept",
+                checkpoint_every=3, checkpoint_keep=None, accumulate=6 // int(os.environ.get("WORLD_SIZE", "1")))
 for step in run.steps(12):
     if step.number == 7 and rank == 1 and os.path.exists("armed"):
         os.kill(os.getpid(), 9)
 """
+
+
+def test_a_worker_without_samples_in_its_first_step_keeps_its_random_streams(tmp_path: Path) -> None:
+    script = write(tmp_path, TRAIN)
+    assert python(tmp_path, script).code == 0
+    wanted = losses(tmp_path)
+    for step in (6, 9, 12):
+        shutil.rmtree(tmp_path / "kept" / f"step-{step}", ignore_errors=True)
+    done = shoal(tmp_path, "run", "--workers", "2", script)  # step 4 has two samples, and both are worker 0's
+    assert done.code == 0, done.err
+    assert losses(tmp_path)[:12] == pytest.approx(wanted, rel=1e-10)
 
 
 def test_another_strategy_and_another_number_of_workers(tmp_path: Path) -> None:
@@ -168,19 +194,16 @@ def test_another_strategy_and_another_number_of_workers(tmp_path: Path) -> None:
     done = shoal(tmp_path, "run", "--workers", "3", "--strategy", "zero1", script)
     assert (done.code, "worker 1 of 3" in done.err) == (128 + signal.SIGKILL, True), done.err
     (tmp_path / "armed").unlink()
-    assert (tmp_path / "kept" / "latest").read_text() == "step-6"
+    assert latest(tmp_path / "kept") in ("step-3", "step-6"), "the second may have been on its way"
     done = shoal(tmp_path, "run", "--workers", "2", "--strategy", "shared", "--steps", "9", script)
     assert done.code == 0, done.err
-    assert (tmp_path / "kept" / "latest").read_text() == "step-9"
+    assert latest(tmp_path / "kept") == "step-9"
     assert python(tmp_path, script).code == 0
     assert losses(tmp_path) == pytest.approx(wanted, rel=1e-10)
-    for kind in ("model", "optimizer"):
-        whole, kept = (
-            load_file(tmp_path / root / "step-12" / f"{kind}.safetensors") for root in ("whole", "kept")
-        )
-        assert whole.keys() == kept.keys()
-        for key, value in whole.items():
-            torch.testing.assert_close(kept[key], value, rtol=1e-9, atol=1e-11)
+    whole, kept = (Reader.of(open_folder(tmp_path / root / "step-12")) for root in ("whole", "kept"))
+    assert whole.manifest.tensors.keys() == kept.manifest.tensors.keys()
+    for path in whole.manifest.tensors:
+        torch.testing.assert_close(kept.read(path), whole.read(path), rtol=1e-9, atol=1e-11)
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
@@ -205,11 +228,16 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
 
 def one_linear(folder: Path, model: Callable[[], nn.Module], optimizer: Any) -> Loop:
     order = Order(
-        model, lambda output, batch: F.cross_entropy(output, batch[1]), optimizer, data(), 8, "solo", "fp32",  # type: ignore[arg-type]
-        None, 1, 0, None, None, True, 0, "stop", False,
-    )  # fmt: skip
+        model=model,
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=optimizer,
+        data=data(),  # type: ignore[arg-type]
+        global_batch=8,
+        strategy="solo",
+    )
     _, parts = build(order, World.alone(), record="")
-    return Loop(parts, None, folder, 1, None, {"strategy": "solo"}, False)
+    checkpoints = Checkpoints(parts, "solo", Wishes(folder, every=1, keep=Keep(2)))
+    return Loop(parts, None, checkpoints, None, {"strategy": "solo"}, False)
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -217,10 +245,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     list(loop.steps(1, Progress()))
     for model, optimizer, words in REFUSED:
         with pytest.raises(ConfigError, match=words):
-            one_linear(tmp_path, model, optimizer).resume()
-    (tmp_path / "latest").write_text("step-9")
-    with pytest.raises(ConfigError, match="latest names 'step-9', which is gone"):
-        one_linear(tmp_path, REFUSED[-1][0], adamw).resume()
+            one_linear(tmp_path, model, optimizer).checkpoints.resume()
 
 
 class Poison:
@@ -233,32 +258,91 @@ class Poison:
         return Path.touch, (self.mark,)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
     list(loop.steps(1, Progress()))
     mark = tmp_path / "mark"
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    poison = pickle.dumps(Poison(mark))
+
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("somebody unpickles")
+
+    for name in ("load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"):
+        monkeypatch.setattr(pickle, name, touched)
+    monkeypatch.setattr(torch, "load", touched)
+    assert one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw).checkpoints.resume().step == 1
+    for name in ("manifest.json", "rank-0000.safetensors"):
         file = tmp_path / "step-1" / name
         good = file.read_bytes()
-        file.write_bytes(pickle.dumps(Poison(mark)))
-        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-            one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw).resume()
+        file.write_bytes(poison)
+        with pytest.raises(ConfigError, match=f"none of the 1 checkpoints in .* is whole .*{name}"):
+            one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw).checkpoints.resume()
         file.write_bytes(good)
     assert not mark.exists()
 
 
-def test_dying_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
-    def snapshot(number: float) -> Snapshot:
-        return Snapshot(
-            {"w": torch.tensor([number])}, {"w": {"step": torch.tensor(number)}}, {"step": number}
-        )
+def test_what_is_damaged_is_named_and_the_one_before_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
+    list(loop.steps(3, Progress()))
+    assert [found.name for found in look(tmp_path)] == ["step-3", "step-2"], "two are kept, the latest first"
+    file = tmp_path / "step-3" / "rank-0000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    again = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
+    assert again.checkpoints.resume().step == 2
+    told = capsys.readouterr().err
+    assert "a checkpoint is damaged" in told
+    assert "does not match its checksum" in told
+    assert "going on from" in told
+    assert "step-2" in told
+    (tmp_path / "latest").unlink()
+    assert again.checkpoints.resume().step == 2
 
-    write_checkpoint(tmp_path, "final", snapshot(1.0))
-    write_checkpoint(tmp_path, "final", snapshot(2.0))
+
+def test_dying_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    loop = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
+    for number in (1, 2):
+        loop.checkpoints.save("final", Progress(number))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"]
     (tmp_path / "final").rename(tmp_path / ".final.old")  # the moment between the two renames
-    found = read_latest(tmp_path)
-    assert found is not None
-    assert float(found[1].model["w"]) == 2.0
-    write_checkpoint(tmp_path, "final", snapshot(math.inf))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"]
+    (tmp_path / ".step-3.token").mkdir()
+    again = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
+    assert again.checkpoints.resume().step == 2
+    again.checkpoints.save("final", Progress(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"], "nothing lies around"
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a buffer that looks like a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("pace", torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.second(torch.tanh(self.first(x * self.pace))))
+        return out
+
+
+def test_a_run_begins_with_imported_weights(tmp_path: Path) -> None:
+    """Such a file does not say which weights are tied, nor what is a buffer."""
+    torch.manual_seed(3)
+    model = Tied()
+    model.pace += torch.rand(5)
+    save_file(
+        {name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run", step=0)
+    loop = one_linear(tmp_path / "run", Tied, adamw)
+    assert loop.checkpoints.resume().step == 0
+    state = loop.parts.whole.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(list(loop.steps(2, Progress()))) == 2

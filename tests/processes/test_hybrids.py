@@ -17,6 +17,7 @@ from shoal.testing.parity import Trace, largest_difference, run_order, run_toy, 
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE, Toy, grouped
 from shoal.train.build import build
+from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import evaluate
 from shoal.train.loop import Loop
 from shoal.train.step import run_step
@@ -176,8 +177,9 @@ def save_then_load(world: World, folder: str, before: str, after: str) -> list[f
     for strategy, steps in ((before, 3), (after, 5)):
         order = toy_order(STACK, strategy, 1 if "pp2" in strategy else 2)
         _, parts = build(order, world, record="")
-        loop = Loop(parts, None, Path(folder), 3, None, {"strategy": strategy}, False)
-        losses += [report.loss for report in loop.steps(steps, loop.resume())]
+        checkpoints = Checkpoints(parts, strategy, Wishes(Path(folder), every=3))
+        loop = Loop(parts, None, checkpoints, None, {"strategy": strategy}, False)
+        losses += [report.loss for report in loop.steps(steps, checkpoints.resume())]
     return losses
 
 

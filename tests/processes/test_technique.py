@@ -24,8 +24,10 @@ from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import Odd, Unused, adamw, grouped
 from shoal.train.build import Order, build
+from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import evaluate
-from shoal.train.loop import Loop, Progress
+from shoal.train.loop import Loop
+from shoal.train.progress import Progress
 from shoal.types import Evaluation, StepReport
 from shoal.world.world import World
 
@@ -178,7 +180,8 @@ def train(world: World, case: Case, strategy: str, accumulate: int = 1, steps: i
         deterministic=False,
     )
     plan, parts = build(order, world, record="")
-    loop = Loop(parts, case.schedule, None, None, None, {"strategy": str(plan)}, False)
+    checkpoints = Checkpoints(parts, str(plan), Wishes())
+    loop = Loop(parts, case.schedule, checkpoints, None, {"strategy": str(plan)}, False)
     reports, changed = [], []
     before = parts.whole.parameters()
     for report in loop.steps(steps, Progress()):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.order import GlobalOrder, split
+from shoal.data.order import GlobalOrder
 from shoal.errors import ConfigError
+from shoal.partition.cuts import split
 
 SEEDS = st.integers(-(2**70), 2**70)
 

@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.data.loader import Feed, Loader
 from shoal.errors import ConfigError
-from shoal.train.loop import count_steps
+from shoal.train.loop import Goal
+
+LOADER = Loader(Feed(data=list(range(100)), global_batch=10, rank=0, size=1))
 
 
 def mean_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -121,11 +124,11 @@ def test_wrong_overrides(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
 @pytest.mark.parametrize("text", ["-1", -1, "many", "2 ep", "1.5", "ep", True, ""])
 def test_wrong_numbers_of_steps(text: int | str) -> None:
     with pytest.raises(ConfigError, match="give a number of steps, as 100, or of epochs, as '2ep'"):
-        count_steps(text, 10)
+        Goal.of(text, LOADER)
 
 
 def test_numbers_of_steps() -> None:
-    assert [count_steps(text, 10) for text in (0, 7, "7", "2ep", "0.5ep")] == [0, 7, 7, 20, 5]
+    assert [Goal.of(text, LOADER).steps for text in (0, 7, "7", "2ep", "0.5ep")] == [0, 7, 7, 20, 5]
 
 
 def test_saving_without_a_folder() -> None:

@@ -58,7 +58,7 @@ def list_choices(
 def _ask(script: str, question: str) -> None:
     from shoal.cluster.local import Job, check, run_job
 
-    job = Job(script, output="first", environment={"SHOAL_LIST": question})
+    job = Job(script, output="first", environment={"SHOAL_QUESTION": question})
     check(job)
     run_job(job)
 
@@ -77,13 +77,19 @@ def _draw(schedule: str, stages: int, microbatches: int) -> None:
 
 
 def _slots() -> dict[str, Table[Any]]:
-    from shoal import compress, exchange, pipeline  # torch comes with these: not before they are needed
+    from shoal import (
+        compress,
+        exchange,
+        partition,
+        pipeline,
+    )  # torch comes with these: not before they are needed
     from shoal.train import clip, precision, schedule
 
     return {
         "exchange": exchange.TABLE,
         "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
+        "partition": partition.TABLE,
         "precision": precision.TABLE,
         "schedule": schedule.TABLE,
         "clip": clip.TABLE,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import shoal
+from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.list import list_choices
 from shoal.cli.run import run
 from shoal.cli.verify import verify
@@ -26,6 +27,19 @@ _SCRIPT_LAST = {"allow_interspersed_args": False}
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command()(verify)
 app.command("list")(list_choices)
+
+checkpoints = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Look at checkpoints, check, convert and clear them."
+)
+checkpoints.command("ls")(ckpt.list_checkpoints)
+checkpoints.command()(ckpt.show)
+checkpoints.command()(ckpt.verify)
+checkpoints.command()(ckpt_convert.export)
+checkpoints.command("import")(ckpt_convert.import_weights)
+checkpoints.command()(ckpt_convert.diff)
+checkpoints.command()(ckpt.prune)
+checkpoints.command()(ckpt.copy)
+app.add_typer(checkpoints, name="ckpt")
 
 
 def _show_version(wanted: bool) -> None:

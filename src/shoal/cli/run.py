@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.cluster.scout import scout
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
@@ -35,6 +36,10 @@ def run(
     hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
+    ahead: Annotated[
+        bool,
+        typer.Option("--scout/--no-scout", help="Try a model that tpN or ppN divides in one process first."),
+    ] = True,
 ) -> None:
     """Run a script in several workers. No line of the script changes.
 
@@ -55,6 +60,12 @@ def run(
         host=host,
         at=at,
     )
+    refuse_early(job, ahead)
+    run_job(job)
+
+
+def refuse_early(job: Job, ahead: bool = True) -> None:
+    """Refuse what can be refused before the workers start; `ahead`: what one process sees of the model too."""
     check(job)
     chosen = job.overrides.get("strategy")
     if chosen is not None:
@@ -63,7 +74,8 @@ def run(
             from shoal.plan.check import check_text
 
             check_text(str(chosen), job.size)
-    run_job(job)
+    if ahead:
+        scout(job)
 
 
 def default_workers() -> int:

@@ -17,8 +17,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.run import default_workers, overrides
-from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.cli.run import default_workers, overrides, refuse_early
+from shoal.cluster.local import Job, run_job
 from shoal.errors import ConfigError, VerifyFailed
 
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -57,12 +57,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         asked = overrides(strategy, str(steps), [f"precision={precision}", *(settings or [])])
         many = _job(script, args, count, asked, Path(folder) / "many", stands_for=1)
-        check(many)
-        with forkable_imports(many):
-            from shoal.plan.check import check_text
-
-            if strategy:
-                check_text(strategy, count)
+        refuse_early(many)
         label = f"{strategy or 'the script'} with {count} workers"
         _run(many, f"running {steps} steps: {label} ...")
         told = Path(folder) / "many" / "stands_for"

@@ -46,6 +46,8 @@ class Job:
     host: int = 0
     at: str = ""
     """ADDRESS:PORT of host 0, where workers of several hosts meet."""
+    seconds: float | None = None
+    """How long the workers may take; whoever is not done then is ended, and that is no failure."""
 
     @property
     def size(self) -> int:
@@ -59,7 +61,7 @@ def run_job(job: Job) -> None:
     ends the workers and raises KeyboardInterrupt; SIGTERM and SIGHUP end them and raise SystemExit.
     """
     check(job)
-    threads = _threads(job)
+    threads = threads_of(job)
     forkable = _import_torch(job)
     folder = tempfile.mkdtemp(prefix="shoal-")
     try:
@@ -69,7 +71,7 @@ def run_job(job: Job) -> None:
                 with interrupts.held():
                     for index in range(job.workers):
                         _start(job, index, folder, crew, threads, forkable)
-                crew.watch()
+                crew.watch(job.seconds)
             finally:
                 crew.close()
     finally:
@@ -127,7 +129,7 @@ def _check_port(address: str, port: int) -> None:
             raise ConfigError(f"cannot listen at {address}:{port} ({reason}); {remedy}.") from error
 
 
-def _threads(job: Job) -> str:
+def threads_of(job: Job) -> str:
     """OMP_NUM_THREADS of the workers: what the user said, else an equal share of the cores."""
     if job.threads is not None:
         return str(job.threads)
@@ -158,7 +160,7 @@ def forkable_imports(job: Job) -> Iterator[None]:
 
     OpenBLAS, which numpy loads, starts its threads at import unless told not to; OpenMP waits for first use.
     """
-    changes = {"OMP_NUM_THREADS": _threads(job)}
+    changes = {"OMP_NUM_THREADS": threads_of(job)}
     changes["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -174,7 +176,7 @@ def forkable_imports(job: Job) -> Iterator[None]:
 
 def _start(job: Job, index: int, folder: str, crew: Crew, threads: str, forkable: bool) -> None:
     rank = job.host * job.workers + index
-    environment = _worker_environment(job, index, folder, threads)
+    environment = worker_environment(job, index, f"file://{folder}/store", threads)
     script = str(Path(job.script).absolute())
     task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
     streams = open_streams(job.output, folder, rank, first=index == 0)
@@ -185,14 +187,14 @@ def _start(job: Job, index: int, folder: str, crew: Crew, threads: str, forkable
     crew.add(rank, pid, streams.relays)
 
 
-def _worker_environment(job: Job, index: int, folder: str, threads: str) -> dict[str, str]:
+def worker_environment(job: Job, index: int, file: str, threads: str) -> dict[str, str]:
     """The contract of `shoal.world.launch`."""
     environment = {
         "RANK": str(job.host * job.workers + index),
         "WORLD_SIZE": str(job.size),
         "LOCAL_RANK": str(index),
         "LOCAL_WORLD_SIZE": str(job.workers),
-        "SHOAL_RENDEZVOUS": f"tcp://{job.at}" if job.at else f"file://{folder}/store",
+        "SHOAL_RENDEZVOUS": f"tcp://{job.at}" if job.at else file,
         "SHOAL_OVERRIDES": json.dumps(dict(job.overrides)),
         "OMP_NUM_THREADS": threads,
     }

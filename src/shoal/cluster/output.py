@@ -2,7 +2,7 @@
 
 "first"  the first worker of this host prints straight to the terminal, the others into private files
 "all"    every worker prints through pipes, and each line arrives whole with the worker's rank before it
-"none"   every worker prints into a file
+"none"   every worker prints into a file, and has nothing to read
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Streams:
 
 
 def open_streams(output: Output, folder: str, rank: int, first: bool) -> Streams:
-    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin."""
-    stdin = 0 if first else os.open(os.devnull, os.O_RDONLY)
+    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin, if it is seen."""
+    stdin = 0 if first and output != "none" else os.open(os.devnull, os.O_RDONLY)
     if output == "all":
         out, stdout = os.pipe()
         err, stderr = os.pipe()

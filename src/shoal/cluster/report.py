@@ -169,7 +169,7 @@ def _phrase(ending: Ending, size: int) -> WorkerFailed:
         return WorkerFailed(f"{name} failed:{output}{report.traceback.rstrip()}", report.exit_code)
     if report.kind == "error":
         return WorkerFailed(f"{name} failed: {report.message}{_quote(ending)}", report.exit_code)
-    return WorkerFailed(report.message, report.exit_code)
+    return WorkerFailed(report.message, report.exit_code, refusal=report.kind == "config")
 
 
 def _signal_name(number: int) -> str:

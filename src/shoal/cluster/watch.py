@@ -5,6 +5,7 @@ Nothing polls and no thread runs: a worker's end, a line of output and Ctrl-C ea
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -97,10 +98,15 @@ class Crew:
             self._relays.append(relay)
             self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
 
-    def watch(self) -> None:
-        """Return when all workers have ended well; raise the first cause as soon as one has not."""
+    def watch(self, seconds: float | None = None) -> None:
+        """Return when all workers have ended well, or after so many seconds; raise the first cause as soon as one
+        has not."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         while self._pids and not self._failed and not self._interrupts.received:
-            self._wait(None)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._wait(None if seconds is None else left)
         if self._failed:
             self._wait_for_all(GATHER_SECONDS)
         if self._interrupts.received:

@@ -40,12 +40,17 @@ def length(batch: Batch) -> int:
     )
 
 
+def fits_as_it_is(device: torch.device, floats: torch.dtype | None) -> bool:
+    """Whether `convert` has nothing to do."""
+    return floats is None and device.type == "cpu"
+
+
 def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> Batch:
     """The batch on a device, its floating-point tensors in another dtype if one is given.
 
     Data sets give batches in host memory, so on the CPU there is nothing to move.
     """
-    if floats is None and device.type == "cpu":
+    if fits_as_it_is(device, floats):
         return batch
     if isinstance(batch, torch.Tensor):
         dtype = floats if floats is not None and batch.is_floating_point() else None

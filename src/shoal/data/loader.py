@@ -1,6 +1,6 @@
 """Each worker's part of each step.
 
-A step's global batch is cut into workers × accumulate contiguous micro-batches, as equal as can be; each worker
+A step's global batch is divided into workers × accumulate micro-batches by the partition; each worker
 takes `accumulate` neighbours. So the micro-batches of a step, and with them dropout streams, depend only on
 that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a data set
 draws from torch's generator (augmentation) is keyed in the same way, in loader processes and without them.
@@ -8,53 +8,23 @@ draws from torch's generator (augmentation) is keyed in the same way, in loader 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shoal import seeds
-from shoal.data.batch import Batch, Collate
-from shoal.data.order import GlobalOrder, Ids, split
-from shoal.data.source import Source, check_source, fetch, is_plain
+from shoal.data.batch import Batch
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed, Portion
+from shoal.data.picks import Picks
+from shoal.data.source import check_source, fetch, is_plain
+from shoal.partition.cuts import Ids
+from shoal.partition.skew import skew
 
-_WINDOW = 8192
-"""Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
-
-
-@dataclass(frozen=True)
-class Feed:
-    """What a loader needs to know."""
-
-    data: Source
-    global_batch: int
-    rank: int
-    size: int
-    accumulate: int = 1
-    seed: int = 0
-    shuffle: bool = True
-    collate: Collate | None = None
-    workers: int = 0
-    """Processes that prepare batches ahead; 0 prepares them in the training process when they are needed."""
-    fill: bool = False
-    """Give a micro-batch without samples the first sample of its step as a filler, which counts nothing."""
-
-
-@dataclass(frozen=True)
-class Portion:
-    """One worker's part of one step."""
-
-    epoch: int
-    samples: int
-    """Samples in the whole global batch."""
-    batches: tuple[Batch | None, ...]
-    """This worker's micro-batches; None where the last batch of an epoch leaves nothing for one."""
-    counts: tuple[bool, ...]
-    """Which of them hold samples of their own; the others are None, or fillers."""
-    first: int
-    """Number of the first of them among all micro-batches of the step."""
+__all__ = ["Feed", "Loader", "Portion"]
 
 
 class Loader:
@@ -65,73 +35,64 @@ class Loader:
     3
     >>> loader.take(0).batches, loader.take(2).batches
     ((tensor([0, 1]),), (tensor([8]),))
+
+    A place in the data does not depend on who takes part, nor on the size of batches:
+
+    >>> state = loader.cursor(2).to_state()
+    >>> alone = Loader(Feed(data=list(range(10)), global_batch=1, rank=0, size=1, shuffle=False))
+    >>> alone.go_on(2, state)
+    ['global_batch was 4 and is 1: epoch 0 goes on from sample 8 in batches of the new size']
+    >>> alone.take(2).batches, alone.steps_until(1)
+    ((tensor([8]),), 4)
     """
 
     def __init__(self, feed: Feed) -> None:
         check_source(feed.data, feed.global_batch)
         self.feed = feed
-        self._count = len(feed.data)
-        self._order = GlobalOrder(self._count, feed.seed, feed.shuffle)
-        self.steps_per_epoch = -(-self._count // feed.global_batch)
-        self._window = (0, 0, np.empty(0, dtype=np.int64))
-        self._cuts: dict[int, list[tuple[int, int]]] = {}
-        self._counts: dict[int, tuple[bool, ...]] = {}
+        self._picks = Picks(feed)
+        self.steps_per_epoch = self._picks.track.per_epoch
         self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
         self._expected = -1
 
     def take(self, step: int) -> Portion:
         """This worker's portion of step `step`, counted from 0."""
-        epoch, inside = divmod(step, self.steps_per_epoch)
-        start, stop = self._span(inside)
-        ids = self._micro_ids(epoch, start, stop)
-        counts = self._counts[stop - start]
-        if self.feed.fill:
-            ids = self._filled(ids, epoch, start)
+        epoch, samples, ids, counts = self._picks.of(step)
+        first = self.feed.first
         if self.feed.workers:
             batches = self._from_workers(step, ids)
         else:
             batches = tuple(
                 [
                     self._prepare[step, number, some] if len(some) else None
-                    for number, some in enumerate(ids, self.first)
+                    for number, some in enumerate(ids, first)
                 ]
             )
-        return Portion(epoch, stop - start, batches, counts, self.first)
+        return Portion(epoch, samples, batches, counts, first)
 
-    @property
-    def first(self) -> int:
-        """The number of this worker's first micro-batch among all of a step."""
-        return self.feed.rank * self.feed.accumulate
+    def cursor(self, step: int) -> Cursor:
+        """Where the data stand after `step` steps, whatever has been prepared ahead."""
+        return self._picks.cursor(step)
 
-    def _span(self, inside: int) -> tuple[int, int]:
-        start = inside * self.feed.global_batch
-        return start, min(start + self.feed.global_batch, self._count)
+    def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
+        """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
+        self._ahead = None
+        return self._picks.go_on(step, Cursor.from_state(state))
 
-    def _micro_ids(self, epoch: int, start: int, stop: int) -> list[Ids]:
-        cuts = self._cuts.get(stop - start)  # of two sizes at most: a full batch, and the last of an epoch
-        if cuts is None:
-            total = self.feed.size * self.feed.accumulate
-            cuts = [split(stop - start, total, self.first + i) for i in range(self.feed.accumulate)]
-            self._cuts[stop - start] = cuts
-            self._counts[stop - start] = tuple(a < b for a, b in cuts)
-        low, high = start + cuts[0][0], start + cuts[-1][1]
-        mine = self._ids(epoch, low, high)
-        return [mine[start + a - low : start + b - low] for a, b in cuts]
+    def steps_until(self, epochs: float) -> int | None:
+        """How many steps the run has made when so many epochs are complete; None if that is not known before."""
+        return self._picks.track.until(epochs)
 
-    def _filled(self, ids: list[Ids], epoch: int, start: int) -> list[Ids]:
-        if all(len(some) for some in ids):
-            return ids
-        filler = self._order.ids(epoch, start, start + 1)
-        return [some if len(some) else filler for some in ids]
+    def ended(self, step: int, epochs: float) -> bool:
+        """Whether so many epochs are complete after `step` steps."""
+        return step >= self._picks.track.until(epochs)
 
-    def _ids(self, epoch: int, low: int, high: int) -> Ids:
-        at, begin, ids = self._window
-        if at != epoch or low < begin or high > begin + len(ids):
-            ids = self._order.ids(epoch, low, min(max(high, low + _WINDOW), self._count))
-            at, begin = epoch, low
-            self._window = (at, begin, ids)
-        return ids[low - begin : high - begin]
+    def skew(self, steps: int = 64) -> tuple[float, int] | None:
+        """How uneven micro-batches are, and over how many steps; None if that is not known before."""
+        steps = min(steps, self.steps_per_epoch)
+        first = self._picks.track.step
+        found = [self._picks.sizes(step) for step in range(first, first + steps)]
+        return skew(found, self.feed.partition.weights(self.feed.parts)), steps
 
     def _from_workers(self, step: int, ids: list[Ids]) -> tuple[Batch | None, ...]:
         if self._ahead is None or step != self._expected:
@@ -140,14 +101,14 @@ class Loader:
         return tuple(next(self._ahead) if len(i) else None for i in ids)
 
     def _work_ahead(self, step: int) -> Iterator[Batch]:
-        # The ids come from a loader of their own. With this one there would be a cycle, and processes that the
-        # garbage collector ends keep it waiting for ten seconds.
+        # Nothing here leads back to this loader. With a cycle, its processes would be ended by the garbage collector,
+        # which keeps it waiting for ten seconds.
         self._ahead = None
         return iter(
             DataLoader(
-                _Fetcher(self.feed),
+                self._prepare,
                 batch_size=None,
-                sampler=_ids_from(Loader(replace(self.feed, workers=0)), step),
+                sampler=_ids_from(copy.copy(self._picks), step),
                 num_workers=self.feed.workers,
                 prefetch_factor=2,
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
@@ -160,14 +121,11 @@ Wanted = tuple[int, int, Ids]
 """A step, the number of a micro-batch in it, and its samples."""
 
 
-def _ids_from(loader: Loader, step: int) -> Iterator[Wanted]:
+def _ids_from(picks: Picks, step: int) -> Iterator[Wanted]:
     """The micro-batches of this worker from a step on, for ever."""
     while True:
-        epoch, inside = divmod(step, loader.steps_per_epoch)
-        start, stop = loader._span(inside)
-        ids = loader._micro_ids(epoch, start, stop)
-        ids = loader._filled(ids, epoch, start) if loader.feed.fill else ids
-        yield from ((step, number, some) for number, some in enumerate(ids, loader.first) if len(some))
+        _, _, ids, _ = picks.of(step)
+        yield from ((step, number, some) for number, some in enumerate(ids, picks.feed.first) if len(some))
         step += 1
 
 

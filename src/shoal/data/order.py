@@ -19,10 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import ConfigError
+from shoal.partition.cuts import Ids
 from shoal.seeds import derive
-
-Ids = npt.NDArray[np.int64]
-"""Sample ids, or positions in the order: a one-dimensional int64 array."""
 
 Words = npt.NDArray[np.uint32]
 """One half of each number of a block."""
@@ -80,30 +78,13 @@ class GlobalOrder:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         if self.num_samples <= _SORT_BELOW:
-            return _sorted_by_hash(self.num_samples, derive(self.seed, "order", epoch))[start:stop]
+            return shuffled(self.num_samples, derive(self.seed, "order", epoch))[start:stop]
         keys = [derive(self.seed, "order", epoch, number) for number in range(_ROUNDS)]
         network = _Feistel(self.num_samples, keys, min(_BLOCK, stop - start))
         found = np.arange(start, stop, dtype=np.int64)
         for first in range(0, len(found), _BLOCK):
             network.permute_below(self.num_samples, found[first : first + _BLOCK])
         return found
-
-
-def split(count: int, parts: int, index: int) -> tuple[int, int]:
-    """The contiguous share [start, stop) of `count` items that falls to part `index` of `parts`.
-
-    Sizes differ by at most one, the longer ones first.
-
-    >>> [split(10, 4, index) for index in range(4)]
-    [(0, 3), (3, 6), (6, 8), (8, 10)]
-    """
-    if count < 0:
-        raise ConfigError(f"cannot split {count} items: the count must not be negative.")
-    if not 0 <= index < parts:
-        raise ConfigError(f"part {index} of {parts} does not exist; parts are counted from 0 to parts - 1.")
-    size, longer = divmod(count, parts)
-    start = index * size + min(index, longer)
-    return start, start + size + (index < longer)
 
 
 class _Feistel:
@@ -169,7 +150,7 @@ def _hash(source: Words, key: tuple[np.uint32, np.uint32], out: Words, spare: Wo
     np.multiply(out, _MULTIPLIER, out=out)
 
 
-def _sorted_by_hash(count: int, key: int) -> Ids:
+def shuffled(count: int, key: int) -> Ids:
     """The numbers below `count` sorted by a splitmix64 stream from `key`: all orders are equally likely."""
     hashed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,15 +1,16 @@
-"""Samples by id: from anything with len() and [i]."""
+"""Samples: by number, from anything with len() and [i]; or one after the other, from a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch, Collate
-from shoal.data.order import Ids
 from shoal.errors import ConfigError
+from shoal.partition.cuts import Ids
 
 
 class Source(Protocol):
@@ -19,18 +20,36 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def check_source(data: Source, global_batch: int) -> None:
+class Stream(Protocol):
+    """Samples in a fixed order, from the beginning each time; how many may be unknown."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def is_stream(data: Source | Stream) -> bool:
+    """Whether samples can only be read one after the other."""
+    if isinstance(data, IterableDataset):
+        return True
+    by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return not by_number and hasattr(data, "__iter__") and not hasattr(data, "__next__")
+
+
+def check_source(data: Source | Stream, global_batch: int) -> None:
     """Refuse what cannot feed a single step."""
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise ConfigError(
-            f"data= is a {type(data).__name__}; it needs len() and [i], as a list or a map-style data set has."
-        )
     if global_batch < 1:
         raise ConfigError(f"global_batch={global_batch}; it must be at least 1.")
-    if len(data) < global_batch:
+    if is_stream(data):
+        return
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
-            f"the data set has {len(data)} samples, fewer than one global_batch of {global_batch}; "
-            f"use global_batch={max(len(data), 1)} or less."
+            f"data= is a {type(data).__name__}; it needs len() and [i], as a list or a map-style data set has, or it "
+            "can be a stream: an object whose iter() begins anew each time."
+        )
+    samples = len(data)  # type: ignore[arg-type]
+    if samples < global_batch:
+        raise ConfigError(
+            f"the data set has {samples} samples, fewer than one global_batch of {global_batch}; "
+            f"use global_batch={max(samples, 1)} or less."
         )
 
 

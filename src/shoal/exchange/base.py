@@ -73,6 +73,15 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Elements of a parameter from `start` on, counted flat in what tensor parallel has left of it here."""
+
+    name: str
+    start: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Tally:
     """A loss as a sum and a count."""
 
@@ -90,6 +99,8 @@ class Exchange(ABC):
     """True if a worker without samples must run the model all the same, because others meet it there."""
     cuts_parameters: ClassVar[bool] = False
     """True if parameters themselves are cut over the data axis, so that it needs the mesh in torch's own form."""
+    whole_updates: ClassVar[bool] = False
+    """True if every worker updates all parameters that it holds."""
     module: nn.Module
     """The model whose parameters are exchanged."""
     optimizer: torch.optim.Optimizer
@@ -159,6 +170,14 @@ class Exchange(ABC):
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 local(parameter).copy_(values[name])
+
+    def held(self) -> list[Held]:
+        """What is here of every parameter: the memory itself, for checkpoints to read and fill."""
+        return [Held(name, 0, local(p).detach()) for name, p in self.module.named_parameters()]
+
+    @abstractmethod
+    def targets(self) -> list[Held]:
+        """What the optimizer updates here, as the tensors that it knows."""
 
     @abstractmethod
     def optimizer_state(self) -> State: ...

@@ -30,6 +30,7 @@ from shoal.exchange.arrivals import Arrivals
 from shoal.exchange.base import (
     BucketOptions,
     Exchange,
+    Held,
     Setup,
     State,
     Tally,
@@ -60,8 +61,6 @@ class FlatExchange(Exchange):
     """Shared by the flat-bucket exchanges; abstract."""
 
     Options = BucketOptions
-    whole_updates = False
-    """True if every worker updates all parameters."""
     reduces_each_micro_batch = False
     """True if a gradient cannot wait in full for the last micro-batch."""
 
@@ -222,6 +221,9 @@ class FlatExchange(Exchange):
                     shape = local(self.trained[place.name]).shape
                     found[place.name] = whole[place.start : place.start + place.numel].view(shape).clone()
         return {name: found[name] for name in self.trained if name in found}
+
+    def targets(self) -> list[Held]:
+        return [Held(piece.name, piece.offset, target) for piece, target in self.pieces]
 
     def optimizer_state(self) -> State:
         if self.whole_updates:

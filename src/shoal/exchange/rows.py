@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shoal.exchange.base import Held, State, detached
 from shoal.exchange.local import local
-from shoal.exchange.state import Kept
+from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.exchange.units import Unit
 from shoal.world.buckets import Bucket, Piece, Place, pieces_of, slice_of
 from shoal.world.world import World
@@ -97,6 +98,11 @@ class Rows:
         """What is here of a parameter."""
         return self.parts[name].held if name in self.parts else local(self.whole[name]).detach()
 
+    def held(self, name: str) -> Held:
+        """The same, with the place where it begins."""
+        pieces = self.parts[name].pieces if name in self.parts else ()
+        return Held(name, pieces[0].offset if pieces else 0, self.of(name))
+
     def join(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, or of its gradient, of which every worker has such rows. Collective."""
         return self.parts[name].join(rows, self._world) if name in self.parts else rows.clone()
@@ -115,7 +121,28 @@ class Rows:
         for name, buffer in model.named_buffers():
             buffer.copy_(values(name))
 
-    def kept(self, optimizer: optim.Optimizer, learning: Collection[str]) -> Kept:
+    def state(self, optimizer: optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> State:
+        """The whole optimizer state of those who learn, from the tensors that the optimizer knows. Collective."""
+        here = {n: t for n, t in targets.items() if n in self.whole and t in optimizer.state}
+        found = {name: detached(optimizer.state[target]) for name, target in here.items()}
+        if self.parts:
+            found |= join_state(self._kept(optimizer, targets))
+        return {name: found[name] for name in targets if name in found}
+
+    def load_state(
+        self,
+        optimizer: optim.Optimizer,
+        targets: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Give the optimizer what belongs here of a whole state."""
+        parts = {name: entries for name, entries in state.items() if name in self.parts}
+        cut_state(self._kept(optimizer, targets), parts)
+        for name, entries in state.items():
+            if name not in parts:
+                optimizer.state[targets[name]] = detached(entries)
+
+    def _kept(self, optimizer: optim.Optimizer, learning: Collection[str]) -> Kept:
         """The optimizer state of what is cut."""
         mine = {name: part for name, part in self.parts.items() if name in learning}
         pieces = [(piece, part.held) for part in mine.values() for piece in part.pieces]

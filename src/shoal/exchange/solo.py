@@ -11,6 +11,7 @@ import torch
 
 from shoal.exchange.base import (
     Exchange,
+    Held,
     NoOptions,
     Setup,
     State,
@@ -77,6 +78,9 @@ class Solo(Exchange):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad.clone() for name, p in self._parameters.items() if p.grad is not None}
+
+    def targets(self) -> list[Held]:
+        return [Held(name, 0, p) for name, p in self._parameters.items()]
 
     def optimizer_state(self) -> State:
         state = self.optimizer.state

@@ -19,11 +19,11 @@ import torch
 
 from shoal.exchange.base import (
     Exchange,
+    Held,
     Setup,
     State,
     Tally,
     back_propagate,
-    detached,
     root_of_sum,
     sum_of_squares,
     trainable,
@@ -40,7 +40,6 @@ from shoal.exchange.optimizer import (
 )
 from shoal.exchange.rows import Rows, watch
 from shoal.exchange.scatters import Scatters
-from shoal.exchange.state import cut_state, join_state
 from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
 from shoal.types import Memory, Promise
 
@@ -257,20 +256,18 @@ class Zero3(Exchange):
         for name in [*self._rows.parts, *self._rows.whole]:
             self._rows.take(name, values[name])
 
+    def held(self) -> list[Held]:
+        return [self._rows.held(name) for name, _ in self.module.named_parameters()]
+
+    def targets(self) -> list[Held]:
+        held = [replace(self._rows.held(name), tensor=t) for name, t in self._targets.items()]
+        return [one for one in held if one.tensor.numel() or one.name in self._rows.whole]
+
     def optimizer_state(self) -> State:
-        state, whole = self.optimizer.state, self._rows.whole
-        here = {n: t for n, t in self._targets.items() if n in whole and t in state}
-        found = {name: detached(state[target]) for name, target in here.items()}
-        if self._units:
-            found |= join_state(self._rows.kept(self.optimizer, self._learning))
-        return {name: found[name] for name in self._learning if name in found}
+        return self._rows.state(self.optimizer, self._targets)
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        parts = {name: entries for name, entries in state.items() if name in self._rows.parts}
-        cut_state(self._rows.kept(self.optimizer, self._learning), parts)
-        for name, entries in state.items():
-            if name not in parts:
-                self.optimizer.state[self._targets[name]] = detached(entries)
+        self._rows.load_state(self.optimizer, self._targets, state)
 
     @classmethod
     def memory(

@@ -35,7 +35,8 @@ class Console:
     step 130/200  loss 2.3456  812 samples/s  data 1% compute 88% exposed 6% update 5%
     """
 
-    def __init__(self, total_steps: int, title: str = "", stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int | None, title: str = "", stream: TextIO | None = None) -> None:
+        """`total_steps` is None where nobody knows before the data end."""
         self.total_steps = total_steps
         self.title = title
         self._stream = stream if stream is not None else sys.stdout
@@ -52,7 +53,7 @@ class Console:
         """Take note of a step, and show it if the time has come. The first and the last are always shown."""
         self._recent.append(report)
         now = monotonic()
-        if now >= self._due or report.number >= self.total_steps:
+        if now >= self._due or report.number == self.total_steps:
             self._show(now)
 
     def note(self, text: str) -> None:
@@ -88,9 +89,7 @@ class Console:
         if self._bar is not None:
             self._bar.draw(self._bar_text(report, now))
         else:
-            self._line(
-                f"step {report.number}/{self.total_steps}  {self._facts(report)}  {_split(self._recent)}"
-            )
+            self._line(f"step {self._number(report)}  {self._facts(report)}  {_split(self._recent)}")
         self._recent.clear()
         self._due = now + self._interval
 
@@ -101,18 +100,23 @@ class Console:
         return f"loss {report.loss:.4f}  {_rate(rate)} samples/s{skipped}"
 
     def _bar_text(self, report: StepReport, now: float) -> str:
+        if self.total_steps is None:
+            return f"{self.title}  {report.number}  {self._facts(report)}".strip()[: _columns(self._stream)]
         done = report.number - self._begun_at
         left = max(0, self.total_steps - report.number)
         eta = f"{_clock((now - self._begun) / done * left)} left" if done and left else ""
         if not left:
             eta = f"{_clock(now - self._begun)} in all"
-        facts = f"{report.number}/{self.total_steps}  {self._facts(report)}  {eta}".rstrip()
+        facts = f"{self._number(report)}  {self._facts(report)}  {eta}".rstrip()
         columns = _columns(self._stream)
         title = f"{self.title}  " if self.title else ""
         room = min(40, columns - len(title) - len(facts) - 2)
         if room < 5:
             return f"{title}{facts}"[:columns]
         return f"{title}{_stripe(report.number / max(1, self.total_steps), room, self._stream)}  {facts}"
+
+    def _number(self, report: StepReport) -> str:
+        return f"{report.number}" if self.total_steps is None else f"{report.number}/{self.total_steps}"
 
     def _line(self, text: str) -> None:
         # Flushed at once: in a pipe or a batch log nothing else would show that the run is alive.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from shoal import exchange, pipeline
+from shoal import exchange, partition, pipeline
 from shoal.blocks import find_blocks
 from shoal.config import degree_of
 from shoal.data.batch import Collate, Inputs, convert, default_inputs
-from shoal.data.loader import Feed, Loader
-from shoal.data.source import Source
+from shoal.data.columns import Columns
+from shoal.data.feed import Feed
+from shoal.data.source import Source, Stream, is_stream
+from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
 from shoal.exchange.base import MakeOptimizer, Setup
 from shoal.exchange.optimizer import check_trainable
+from shoal.partition.block import Block
 from shoal.pipeline.base import Schedule
 from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_options
 from shoal.report.meter import Meter
@@ -25,7 +27,7 @@ from shoal.tensor import loss_context
 from shoal.train import precision
 from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
-from shoal.train.divide import Divided, Trial, divide
+from shoal.train.divide import Divided, Found, Trial, divide, find_division
 from shoal.train.loss import Loss
 from shoal.train.model import MODEL, MakeModel, agree_on_model, make_model
 from shoal.train.parts import Parts
@@ -46,7 +48,7 @@ class Order:
     model: nn.Module | MakeModel
     loss: Loss
     optimizer: MakeOptimizer
-    data: Source
+    data: Source | Stream
     global_batch: int
     strategy: str = "ddp"
     precision: str = "fp32"
@@ -56,6 +58,8 @@ class Order:
     inputs: Inputs | None = None
     collate: Collate | None = None
     shuffle: bool = True
+    partition: str = "block"
+    columns: Columns = field(default_factory=dict)
     loader_workers: int = 0
     on_nan: str = "stop"
     deterministic: bool = False
@@ -67,9 +71,9 @@ class Order:
 def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(order.strategy, world.size)
-    _check_kinds(order)
+    check_kinds(order)
     mesh = open_mesh(plan, world)
-    _check_numbers(order, plan, mesh)
+    check_numbers(order, plan, mesh)
     if order.deterministic:
         torch.use_deterministic_algorithms(True)
     return plan, _make_parts(order, plan, mesh, record)
@@ -78,7 +82,7 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
 def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     world, chosen, clip = mesh.world, precision.TABLE.look_up(order.precision), make_clip(order.clip)
     feed = make_feed(order, plan, mesh)
-    loader = Loader(feed)
+    loader = make_loader(feed)
     lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
     model, values = make_model(order.model, order.seed, chosen.model, lazily)
     if values is None:
@@ -90,7 +94,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     check_trainable(model)
     shape, blocks = Shape.of(model), find_blocks(model)
     divided = divide_model(order, plan, mesh, model, feed)
-    presence = _prepare_layers(order, model, mesh, blocks)
+    presence = prepare_layers(order, model, mesh, blocks)
     streams = Streams(model, blocks, order.seed)
     job = Job(order.inputs or default_inputs, order.loss, chosen, streams, presence, world.device)
     pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
@@ -124,7 +128,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         whole=Whole(mesh, made, shape, divided.layout, divided.same),
         streams=streams,
         presence=presence,
-        split_loss=(lambda: loss_context(options)) if options.loss else nullcontext,
+        split_loss=(lambda: loss_context(options)) if options.loss else None,
         precision=chosen,
         scale=precision.LossScale(dynamic=chosen.scaled),
         clip=clip,
@@ -167,6 +171,8 @@ def make_feed(order: Order, plan: Plan, mesh: Mesh) -> Feed:
         order.collate,
         order.loader_workers,
         fill=meets or order.batchnorm == "sync",
+        partition=partition.make_partition(order.partition),
+        columns=order.columns,
     )
 
 
@@ -174,14 +180,24 @@ def divide_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: F
     """Cut the model to this worker's part of it, if the plan cuts it."""
     if mesh.model.size == 1:
         return Divided()
-    options, chosen = pipeline_options(plan), precision.TABLE.look_up(order.precision)
-    # The same micro-batch on every rank, so that all find the same.
-    batch = Loader(replace(feed, rank=0, workers=0)).take(0).batches[0]
-    batch = convert(batch, mesh.world.device, chosen.model)
-    trial = Trial(model, batch, order.inputs or default_inputs, order.loss, chosen, mesh.world.device)
+    found = find_in_model(order, plan, mesh, model, feed)
+    return divide(model, found, mesh, tensor_options(plan), plan_schedule(plan))
+
+
+def find_in_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Found:
+    """Where the model can be divided as the plan wants it; refuses what cannot be."""
     if mesh.stages.size > 1:
-        _check_batchnorm(order, model, feed)
-    return divide(trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), options.split)
+        _check_batchnorm(model, feed)
+    trial, at = make_trial(order, model, feed, mesh.world.device), pipeline_options(plan).split
+    return find_division(trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), at)
+
+
+def make_trial(order: Order, model: nn.Module, feed: Feed, device: torch.device) -> Trial:
+    """One micro-batch, the same on every rank, so that all find the same."""
+    chosen = precision.TABLE.look_up(order.precision)
+    plain = replace(feed, rank=0, workers=0, partition=Block(), columns={})
+    batch = convert(make_loader(plain).take(0).batches[0], device, chosen.model)
+    return Trial(model, batch, order.inputs or default_inputs, order.loss, chosen, device)
 
 
 def plan_schedule(plan: Plan) -> type[Schedule]:
@@ -193,7 +209,7 @@ def _cuts_parameters(plan: Plan) -> bool:
     return exchange.TABLE.look_up(plan.exchange.name).cuts_parameters
 
 
-def _prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
+def prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
     """Batch normalisation over all workers, and blocks that are computed twice."""
     presence = Presence()
     if order.batchnorm == "sync":
@@ -205,7 +221,8 @@ def _prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[st
     return presence
 
 
-def _check_kinds(order: Order) -> None:
+def check_kinds(order: Order) -> None:
+    """Refuse fields of another kind than a run can use."""
     if not isinstance(order.model, nn.Module) and not callable(order.model):
         raise ConfigError(f"model= is a {type(order.model).__name__}; {MODEL}")
     if not callable(order.optimizer):
@@ -221,12 +238,17 @@ def _check_kinds(order: Order) -> None:
         raise ConfigError(
             f'tensor_rules= is a {type(order.tensor_rules).__name__}; give a dict such as {{"*.up": "column"}}.'
         )
+    if not isinstance(order.columns, Mapping):
+        raise ConfigError(
+            f'columns= is a {type(order.columns).__name__}; give a dict such as {{"length": lengths}}.'
+        )
     for name, given in (("inputs", order.inputs), ("collate", order.collate)):
         if given is not None and not callable(given):
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
 
 
-def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
+def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
+    """Refuse settings that cannot work, alone or with this plan."""
     if order.on_nan not in ("stop", "skip"):
         raise ConfigError(f"on_nan='{order.on_nan}'; it is 'stop' or 'skip'.")
     if order.batchnorm not in ("own", "sync"):
@@ -244,6 +266,11 @@ def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
             f"batchnorm='sync' under {plan}: the micro-batches of a pipeline run one after the other and cannot be "
             "normalised together; leave batchnorm out, or the pipeline."
         )
+    if mesh.stages.size > 1 and not partition.make_partition(order.partition).even:
+        raise ConfigError(
+            f"partition={order.partition} under {plan}: a pipeline needs micro-batches of equal size; use a partition "
+            "with equal shares that cuts by count, such as block, or leave the pipeline out."
+        )
     if order.recompute and plan_schedule(plan).halves_backward:
         raise ConfigError(
             f"recompute='{order.recompute}' under {plan}: a backward pass in two parts would compute every block "
@@ -259,11 +286,13 @@ def _check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def _check_batchnorm(order: Order, model: nn.Module, feed: Feed) -> None:
+def _check_batchnorm(model: nn.Module, feed: Feed) -> None:
     """Batch normalisation would take down statistics of a filler, which stands in for a micro-batch without samples."""
-    rest, parts = len(order.data) % order.global_batch, feed.size * feed.accumulate
-    if has_batchnorm(model) and 0 < rest < parts:
+    # A stream may end anywhere.
+    rest = 1 if is_stream(feed.data) else len(feed.data) % feed.global_batch
+    if has_batchnorm(model) and 0 < rest < feed.parts:
         raise ConfigError(
             "a pipeline with batch normalisation needs samples in every micro-batch: the last batch of an epoch has "
-            f"{rest} for {parts} micro-batches; choose a global_batch that leaves more, or use LayerNorm or GroupNorm."
+            f"{rest} for {feed.parts} micro-batches; choose a global_batch that leaves more, or use LayerNorm or "
+            "GroupNorm."
         )

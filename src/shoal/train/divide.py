@@ -75,6 +75,15 @@ class Divided:
     loss_dtype: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True)
+class Found:
+    """Where a model can be divided. It holds names and numbers; the model is still whole."""
+
+    cuts: Cuts | None
+    split: Split | None
+    loss_dtype: torch.dtype
+
+
 def cut_layers(trial: Trial, mesh: Mesh, rules: Mapping[str, str], options: TensorOptions) -> Cuts:
     """What can be cut over the tensor axis; refuses what cannot."""
     with trial.calm():
@@ -83,20 +92,18 @@ def cut_layers(trial: Trial, mesh: Mesh, rules: Mapping[str, str], options: Tens
     return cuts
 
 
-def divide(
+def find_division(
     trial: Trial,
     mesh: Mesh,
     rules: Mapping[str, str],
     options: TensorOptions,
     schedule: type[Schedule],
     split_at: str,
-) -> Divided:
-    """Cut the model in place to what this worker holds."""
-    model = trial.model
-    stages = schedule.stages_per_rank * mesh.stages.size if mesh.stages.size > 1 else 1
+) -> Found:
+    """Where the model can be divided over the mesh; refuses what cannot be."""
     cuts = cut_layers(trial, mesh, rules, options) if mesh.tensor.size > 1 else None
     split, dtype = None, torch.float32
-    if stages > 1:
+    if mesh.stages.size > 1:
         if cuts is not None and options.sequence:
             raise ConfigError(
                 "tp(sequence=true) hands slices of a sequence from layer to layer, and a pipeline would cut between "
@@ -107,15 +114,24 @@ def divide(
         with trial.calm():
             inputs = trial.inputs(trial.batch)
             together = cuts.groups() if cuts is not None else ()
-            costs = mesh.world.gather_values(span_costs(model, inputs, named, together))[0]
-            split = find_split(model, inputs, stages, named, costs, together)
+            costs = mesh.world.gather_values(span_costs(trial.model, inputs, named, together))[0]
+            stages = schedule.stages_per_rank * mesh.stages.size
+            split = find_split(trial.model, inputs, stages, named, costs, together)
+    return Found(cuts, split, dtype)
+
+
+def divide(
+    model: nn.Module, found: Found, mesh: Mesh, options: TensorOptions, schedule: type[Schedule]
+) -> Divided:
+    """Cut the model in place to what this worker holds."""
+    cuts, split = found.cuts, found.split
     layout = TensorLayout({}, 1)
     if cuts is not None:
         assert mesh.torch is not None
         layout = apply_cuts(model, cuts, mesh.torch["tensor"], options)
     if split is None:
         return Divided(layout, shares=_shares(model, layout, {}))
-    mine = {n for n in range(stages) if schedule.rank_of(n, mesh.stages.size) == mesh.stages.rank}
+    mine = {n for n in range(len(split.stages)) if schedule.rank_of(n, mesh.stages.size) == mesh.stages.rank}
     dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     ties, same = [], {}
     for group in split.tied:
@@ -125,7 +141,7 @@ def divide(
         if group[0][0] not in mine:
             same.update({name: first for number, name in group[1:] if number in mine})
     trim(model, split.stages, mine)
-    return Divided(layout, split, same, ties, _shares(model, layout, same), dtype)
+    return Divided(layout, split, same, ties, _shares(model, layout, same), found.loss_dtype)
 
 
 def _shares(model: nn.Module, layout: TensorLayout, same: Mapping[str, str]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.utils._pytree import tree_map
 
 from shoal.data.batch import Batch, convert
 from shoal.data.loader import Loader
-from shoal.data.source import Source, check_source
+from shoal.data.source import Source, check_source, is_stream
+from shoal.errors import ConfigError
+from shoal.partition.block import Block
 from shoal.train.loss import as_sum_and_count
 from shoal.train.parts import Parts
 from shoal.types import Evaluation
@@ -27,9 +30,13 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
     world, model = parts.world, parts.model
     data_world = parts.mesh.data
     check_source(data, 1)
+    if is_stream(data):
+        raise ConfigError(
+            f"evaluate takes data with len() and [i], and {type(data).__name__} is a stream; use a list."
+        )
     batch = min(batch, len(data))
     feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
-    loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0))
+    loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0, partition=Block(), columns={}))
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)
     was_training = model.training
@@ -60,7 +67,7 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
 
 def _measure(parts: Parts, batch: Batch, measures: Mapping[str, Metric]) -> torch.Tensor:
     rows = []
-    with parts.precision.context(parts.world.device), parts.split_loss():
+    with parts.precision.context(parts.world.device), (parts.split_loss or nullcontext)():
         if parts.pipeline is None:
             batch = convert(batch, parts.world.device, parts.precision.model)
             output = parts.model(parts.inputs(batch))

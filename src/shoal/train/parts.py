@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.data.batch import Inputs
+from shoal.data.batch import Inputs, fits_as_it_is
 from shoal.data.loader import Loader
+from shoal.data.stream import StreamLoader
 from shoal.exchange.base import Exchange
 from shoal.report.meter import Meter
 from shoal.train.batchnorm import Presence
@@ -34,12 +35,12 @@ class Parts:
     pipeline: Pipelined | None
     loss: Loss
     inputs: Inputs
-    loader: Loader
+    loader: Loader | StreamLoader
     exchange: Exchange
     whole: Whole
     streams: Streams
     presence: Presence
-    split_loss: Callable[[], AbstractContextManager[None]]
+    split_loss: Callable[[], AbstractContextManager[None]] | None
     """Around forward and backward passes: lets a loss take logits that are cut over the tensor axis."""
     precision: Precision
     scale: LossScale
@@ -52,4 +53,6 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.world: World = self.mesh.world
+        self.converts = not fits_as_it_is(self.world.device, self.precision.model)
+        """Whether batches have to be moved or cast."""
         """Everybody."""

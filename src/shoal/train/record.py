@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.checkpoint.plain import load_model, model_tensors
+from shoal.errors import ConfigError
 
 
 class Recorder:
@@ -47,3 +47,33 @@ class Recorder:
 
     def _file(self, step: int, kind: str) -> Path:
         return self._folder / f"{step}.{kind}.safetensors"
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each tensor once: a tied weight is kept under its first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, int, torch.Size]] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            continue  # a module's own extra state is not ours to store
+        key = (value.data_ptr(), int(value.storage_offset()), value.shape)
+        if value.numel() and key in seen:
+            continue
+        seen.add(key)
+        found[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return found
+
+
+def load_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Copy a checkpoint's tensors into a model, or say which name does not fit."""
+    wanted = {name: t.shape for name, t in model_tensors(model).items()}
+    for name in sorted(wanted.keys() ^ tensors.keys()):
+        where = "the model" if name in wanted else source
+        raise ConfigError(f"'{name}' is only in {where}; the checkpoint {source} is of another model.")
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise ConfigError(
+                f"'{name}' is {list(tensors[name].shape)} in {source} and {list(shape)} in the model; "
+                "use another checkpoint folder for another model."
+            )
+    model.load_state_dict(dict(tensors), strict=False)

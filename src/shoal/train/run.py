@@ -16,21 +16,23 @@ from torch import nn
 import shoal
 from shoal.config import as_type
 from shoal.data.batch import Collate, Inputs
-from shoal.data.source import Source
+from shoal.data.columns import Columns
+from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
 from shoal.exchange.base import MakeOptimizer
 from shoal.table import did_you_mean
 from shoal.train.build import Order, build
-from shoal.train.describe import describe_model
+from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import Metric, evaluate
-from shoal.train.loop import Loop, count_steps
+from shoal.train.loop import Loop
 from shoal.train.loss import Loss
 from shoal.train.model import MakeModel
+from shoal.train.question import answer
 from shoal.train.schedule import MakeScheduler
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import from_environment
-from shoal.world.world import World
+from shoal.world.world import World, choose_device
 
 
 @dataclass(kw_only=True)
@@ -55,8 +57,8 @@ class Run:
     """(output, batch) -> (sum, count), or a scalar mean over the batch."""
     optimizer: MakeOptimizer
     """Parameters -> a torch optimizer; groups are kept."""
-    data: Source
-    """Anything with len() and [i]."""
+    data: Source | Stream
+    """Anything with len() and [i]; or a stream, whose iter() begins anew each time."""
     global_batch: int
     """Samples per step, over all workers and micro-batches."""
     strategy: str = "ddp"
@@ -82,6 +84,10 @@ class Run:
     collate: Collate | None = None
     """List of samples -> batch; default is torch's."""
     shuffle: bool = True
+    partition: str = "block"
+    """Which samples of a step go to which worker; `shoal list partition` shows the choices."""
+    columns: Columns = field(default_factory=dict)
+    """Values that a partition divides by, one for each sample: {"length": lengths}."""
     loader_workers: int = 0
     """Processes per worker that prepare batches ahead; 0 prepares them in the training process."""
     on_nan: str = "stop"
@@ -92,7 +98,11 @@ class Run:
     checkpoint: str | None = None
     """Folder for checkpoints. A run that finds one there goes on from it."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; the last step is saved too."""
+    """Steps between checkpoints; the last step is saved too. Training goes on while they are written."""
+    checkpoint_keep: int | str | None = 3
+    """How many automatic checkpoints stay, as 3 or "last=3, every=1000"; None keeps all. Named ones always stay."""
+    copies: str = ""
+    """Second copies of checkpoints: "peer" (in the memory of hosts), URLs such as "s3://bucket/run", or both."""
     log: str | None = "auto"
     """Folder for events.jsonl; "auto" is the checkpoint folder, or runs/<name of the script>; None writes none."""
     progress: bool = True
@@ -106,36 +116,38 @@ class Run:
         launch = from_environment()
         end_in_one_sentence(launch.rank)
         self._steps_override = self._apply(launch.overrides)
-        self._check_checkpoint()
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
         if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
-            self.checkpoint, self.checkpoint_every = f"{launch.record}/checkpoint", None
+            self.checkpoint, self.checkpoint_every, self.copies = f"{launch.record}/checkpoint", None, ""
             self.log, self.progress = None, False
+        wishes = Wishes.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
+        order = Order(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Order)})
+        if launch.question:
+            device = choose_device(self.device, launch.local_rank)
+            print(answer(order, launch.question, launch.size, device))
+            sys.exit(0)
         self.world = World.open(launch, self.backend, self.device)
         atexit.register(self.world.close)
-        order = Order(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Order)})
-        if launch.listing:
-            print(describe_model(order, launch.listing))
-            sys.exit(0)
         self.plan, self._parts = build(order, self.world, launch.record)
         if self._parts.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._parts.mesh.drawing()}", file=sys.stderr)
+        self._checkpoints = Checkpoints(self._parts, str(self.plan), wishes)
         self._loop = Loop(
             self._parts,
             self.schedule,
-            Path(self.checkpoint) if self.checkpoint else None,
-            self.checkpoint_every,
+            self._checkpoints,
             self._log_folder(),
             {
                 "strategy": str(self.plan),
                 "workers": self.world.size,
                 "precision": self.precision,
                 "version": shoal.__version__,
+                **self._skew(),
             },
             self.progress,
         )
-        self._progress = self._loop.resume()
+        self._progress = self._checkpoints.resume()
 
     @property
     def module(self) -> nn.Module:
@@ -145,8 +157,7 @@ class Run:
     def steps(self, how_long: int | str) -> Iterator[StepReport]:
         """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
         asked = how_long if self._steps_override is None else self._steps_override
-        total = count_steps(asked, self._parts.loader.steps_per_epoch)
-        return self._loop.steps(total, self._progress)
+        return self._loop.steps(asked, self._progress)
 
     def evaluate(
         self, data: Source, metrics: Mapping[str, Metric] | None = None, batch: int | None = None
@@ -158,7 +169,7 @@ class Run:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
         path = Path(name)
         elsewhere = len(path.parts) > 1 and not self._rehearsal
-        self._loop.save(path.name, self._progress, path.parent if elsewhere else None)
+        self._checkpoints.save(path.name, self._progress, path.parent if elsewhere else None)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it."""
@@ -183,13 +194,17 @@ class Run:
         steps = overrides.get("steps")
         return str(steps) if isinstance(steps, float) else steps
 
-    def _check_checkpoint(self) -> None:
-        if self.checkpoint_every is None:
-            return
-        if self.checkpoint_every < 1:
-            raise ConfigError(f"checkpoint_every={self.checkpoint_every}; it must be at least 1.")
-        if self.checkpoint is None:
-            raise ConfigError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint=.")
+    def _skew(self) -> dict[str, str | float]:
+        """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""
+        loader = self._parts.loader
+        found = None if loader.feed.partition.even or self.world.rank > 0 else loader.skew()
+        if found is None:
+            return {}
+        skew, steps = found
+        if self.progress:
+            text = f"the largest part has {skew:.2f} × its share (over {steps} steps)"
+            print(f"partition {self.partition}: {text}", file=sys.stderr)
+        return {"partition": self.partition, "skew": round(skew, 4)}
 
     def _log_folder(self) -> Path | None:
         if self.log is None:
@@ -199,4 +214,4 @@ class Run:
         return Path(self.log)
 
 
-_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate", "tensor_rules"}
+_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate", "tensor_rules", "columns"}

@@ -21,7 +21,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 class Schedule(Protocol):
     """A named schedule with its options filled in."""
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler: ...
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Constant:
 
     warmup: int = 0
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
         del total_steps
         return LambdaLR(optimizer, lambda step: _rise(step, self.warmup))
 
@@ -42,7 +42,13 @@ class Cosine:
     warmup: int = 0
     floor: float = 0.0
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+        if total_steps is None:
+            raise ConfigError(
+                "schedule='cosine' ends with the last step, and how many a stream has is not known; give a number of "
+                "steps, or another schedule."
+            )
+
         def factor(step: int) -> float:
             if step < self.warmup:
                 return _rise(step, self.warmup)
@@ -58,7 +64,7 @@ class Exponential:
 
     gamma: float
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
         del total_steps
         return ExponentialLR(optimizer, self.gamma)
 
@@ -70,7 +76,7 @@ class Step:
     size: int
     gamma: float = 0.1
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
         del total_steps
         return StepLR(optimizer, self.size, self.gamma)
 
@@ -82,7 +88,7 @@ class Plateau:
     factor: float = 0.1
     patience: int = 100
 
-    def make(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    def make(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
         del total_steps
         return ReduceLROnPlateau(optimizer, factor=self.factor, patience=self.patience)
 
@@ -100,7 +106,7 @@ TABLE: Table[type[Schedule]] = Table(
 
 
 def make_scheduler(
-    schedule: str | MakeScheduler | None, optimizer: Optimizer, total_steps: int
+    schedule: str | MakeScheduler | None, optimizer: Optimizer, total_steps: int | None
 ) -> LRScheduler | None:
     """The scheduler that a name such as "cosine(warmup=100)" or a function of the optimizer stands for."""
     if schedule is None:

@@ -31,14 +31,20 @@ def run_step(parts: Parts, number: int) -> StepReport:
     exchange.begin()
     foreseen = parts.count_per_sample * portion.samples
     weight = parts.scale.value / foreseen
-    if parts.pipeline is None:
+    if parts.pipeline is not None:
+        mine = parts.pipeline.run(number, portion, weight)
+    elif parts.split_loss is None:
         mine = accumulate(parts, number, portion, weight)
     else:
-        mine = parts.pipeline.run(number, portion, weight)
-    parts.streams.close_if_unused()
+        with parts.split_loss():
+            mine = accumulate(parts, number, portion, weight)
+    if parts.streams.watching:
+        parts.streams.close_if_unused()
     meter.mark("compute")
 
-    tally = _over_stages(parts, exchange.finish(mine))
+    tally = exchange.finish(mine)
+    if parts.pipeline is not None:
+        tally = _over_stages(parts, tally)
     meter.mark("exposed")
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
@@ -68,38 +74,38 @@ def run_step(parts: Parts, number: int) -> StepReport:
 
 def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:
     """Forward and backward, one micro-batch after the other: a pipeline of one stage."""
-    losses, count = [], 0.0
+    losses, count, streams = [], 0.0, parts.streams
     last = len(portion.batches) - 1
     for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True)):
         total = None
-        with parts.split_loss():
-            if batch is not None:
-                parts.streams.begin(number, portion.first + i)
-                parts.presence.counts = counts
-                total, n = forward(parts, batch)
-                parts.streams.settle()
-                check_gradient(total)
-                if counts:
-                    losses.append(total.detach())
-                    count += n
-            parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
+        if batch is not None:
+            streams.begin(number, portion.first + i)
+            parts.presence.counts = counts
+            total, n = forward(parts, batch)
+            if streams.watching:
+                streams.settle()
+            check_gradient(total)
+            if counts:
+                losses.append(total.detach())
+                count += n
+        parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
     return Tally(sum([loss.item() for loss in losses]), count)
 
 
 def _over_stages(parts: Parts, tally: Tally) -> Tally:
     """Only the last stage of a pipeline sees the loss; here all learn of it."""
-    if parts.mesh.stages.size == 1:
-        return tally
     total, count = parts.mesh.stages.gather_numbers([tally.total, tally.count]).sum(0).tolist()
     return Tally(total, count)
 
 
 def forward(parts: Parts, batch: Batch) -> tuple[torch.Tensor, float]:
     """The loss of one micro-batch as a sum and its count."""
-    batch = convert(batch, parts.world.device, parts.precision.model)
+    if parts.converts:
+        batch = convert(batch, parts.world.device, parts.precision.model)
+    if parts.precision.compute is None:  # a context that does nothing costs microseconds too
+        return as_sum_and_count(parts.loss(parts.model(parts.inputs(batch)), batch), batch)
     with parts.precision.context(parts.world.device):
-        output = parts.model(parts.inputs(batch))
-        return as_sum_and_count(parts.loss(output, batch), batch)
+        return as_sum_and_count(parts.loss(parts.model(parts.inputs(batch)), batch), batch)
 
 
 def _update(

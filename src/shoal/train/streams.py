@@ -19,7 +19,7 @@ class Streams:
     """Seeds torch's generators for every module call of a micro-batch."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], seed: int) -> None:
-        self._seed = seed
+        self.seed = seed
         self._at: tuple[int, int] = (0, 0)
         self._calls: dict[str, int] = {}
         inside = tuple(f"{name}." for name in blocks)
@@ -28,29 +28,33 @@ class Streams:
             for name, module in model.named_modules()
             if name and not name.startswith(inside)
         ]
-        self._drawn = False
-        self._watching = True
+        self._drawn = self._passed = False
+        self.watching = True
+        """True until the first step is over: before that `settle` and `close_if_unused` have something to do."""
 
     def begin(self, step: int, micro: int) -> None:
         """A forward pass of micro-batch `micro` of a step comes next."""
-        seeds.set_stream(self._seed, "step", step, micro)
+        seeds.set_step_stream(self.seed, step, micro)
         if self._hooks:
             self._at, self._calls = (step, micro), {}
-        if self._watching:
+        if self.watching:
             self._state = torch.get_rng_state()
 
     def settle(self) -> None:
         """A forward pass is over. A model that has drawn nothing in its first step needs no streams by module."""
-        if self._watching:
+        if self.watching:
+            self._passed = True
             self._note()
 
     def close_if_unused(self) -> None:
-        """The first step is over."""
-        if self._watching and not self._drawn:
+        """A step is over: the first, if this worker had samples in it."""
+        if not self._passed:
+            return
+        if self.watching and not self._drawn:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-        self._watching = False
+        self.watching = False
 
     def _note(self) -> None:
         self._drawn = self._drawn or not torch.equal(self._state, torch.get_rng_state())
@@ -60,11 +64,11 @@ class Streams:
             del inputs
             if not module.training:
                 return
-            if self._watching:
+            if self.watching:
                 self._note()
             calls = self._calls[name] = self._calls.get(name, 0) + 1
-            seeds.set_stream(self._seed, "step", *self._at, name, calls)
-            if self._watching:
+            seeds.set_stream(self.seed, "step", *self._at, name, calls)
+            if self.watching:
                 self._state = torch.get_rng_state()
 
         return begin

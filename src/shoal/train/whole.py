@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.errors import ConfigError
 from shoal.exchange.base import Exchange, State
 from shoal.tensor.layout import TensorLayout, cut, join
 from shoal.world.mesh import Mesh
@@ -58,7 +57,7 @@ class Whole:
         """Every parameter and stored buffer."""
         mine = self._join(self.exchange.parameters())
         plain = torch.contiguous_format
-        mine.update({name: b.detach().clone(memory_format=plain) for name, b in self._buffers().items()})
+        mine.update({name: b.detach().clone(memory_format=plain) for name, b in self.buffers().items()})
         whole = self._over_stages(mine)
         return {name: whole[name].cpu() for name in self.shape.sizes}
 
@@ -92,40 +91,25 @@ class Whole:
             whole.setdefault(name, {})[key] = value
         return {name: whole[name] for name in self.shape.parameters if name in whole}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-        """Take over a whole model, or say which name does not fit."""
-        for name in sorted(self.shape.sizes.keys() ^ tensors.keys()):
-            where = "the model" if name in self.shape.sizes else source
-            raise ConfigError(f"'{name}' is only in {where}; the checkpoint {source} is of another model.")
-        for name, size in self.shape.sizes.items():
-            if tensors[name].shape != size:
-                raise ConfigError(
-                    f"'{name}' is {list(tensors[name].shape)} in {source} and {list(size)} in the model; "
-                    "use another checkpoint folder for another model."
-                )
-        names = [name for name, _ in self.exchange.module.named_parameters()]
-        self.exchange.load_parameters({name: self._cut(name, tensors[self._first(name)]) for name in names})
-        with torch.no_grad():
-            for name, buffer in self._buffers().items():
-                buffer.copy_(tensors[name])
-
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take over a whole state."""
         mine: State = {}
         for name, parameter in self.exchange.module.named_parameters():
-            entries = state.get(self._first(name))
+            entries = state.get(self.first(name))
             if entries is not None and parameter.requires_grad:
-                size = self.shape.sizes[self._first(name)]
+                size = self.shape.sizes[self.first(name)]
                 mine[name] = {
                     key: self._cut(name, value) if value.shape == size else value
                     for key, value in entries.items()
                 }
         self.exchange.load_optimizer_state(mine)
 
-    def _buffers(self) -> Tensors:
+    def buffers(self) -> Tensors:
+        """Those of this worker's part of the model that a state dict holds."""
         return {name: b for name, b in self.exchange.module.named_buffers() if name in self.shape.buffers}
 
-    def _first(self, name: str) -> str:
+    def first(self, name: str) -> str:
+        """The name under which the whole model knows a parameter."""
         return self.same.get(name, name)
 
     def _alike(self, name: str, value: torch.Tensor) -> bool:
@@ -133,7 +117,7 @@ class Whole:
         piece = self.layout.pieces.get(name)
         if piece is None:
             return False
-        shape = list(self.shape.sizes[self._first(name)])
+        shape = list(self.shape.sizes[self.first(name)])
         shape[piece.dim] = piece.local(self.layout.degree, self.mesh.tensor.rank)
         return list(value.shape) == shape
 

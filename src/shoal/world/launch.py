@@ -9,7 +9,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_HOST         a name                                               which host this worker counts as
     SHOAL_RECORD       a folder                                             where `shoal verify` wants each step
     SHOAL_STANDS_FOR   a number                                             one process cuts steps as so many would
-    SHOAL_LIST         tensor, pipeline                                     what `shoal list` wants to know of the model
+    SHOAL_QUESTION     tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Launch:
     """Folder in which to write down every step; empty means: do not."""
     stands_for: int = 1
     """How many workers' micro-batches this one process computes, one after the other."""
-    listing: str = ""
-    """What to print about the model instead of training it; empty means: train."""
+    question: str = ""
+    """What to find out about the model instead of training it; empty means: train."""
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
@@ -74,5 +74,5 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         overrides=json.loads(env.get("SHOAL_OVERRIDES", "{}")),
         record=env.get("SHOAL_RECORD", ""),
         stands_for=number("SHOAL_STANDS_FOR", 1),
-        listing=env.get("SHOAL_LIST", ""),
+        question=env.get("SHOAL_QUESTION", ""),
     )

@@ -77,6 +77,19 @@ class Mesh:
             world, axis("replica", "shard"), axis("stage"), axis("tensor"), axis("stage", "tensor"), mesh
         )
 
+    @staticmethod
+    def imagine(alone: World, workers: int, tensor: int = 1, stages: int = 1) -> Mesh:
+        """What the first of so many workers would see, with nobody there: only the sizes of the axes are of use.
+
+        >>> Mesh.imagine(World.alone(), 8, tensor=2).data.size
+        4
+        """
+        cells = tensor * stages
+        data, stage, part, model = (
+            World(0, size, alone.device, [""] * size) for size in (workers // cells, stages, tensor, cells)
+        )
+        return Mesh(alone, data, stage, part, model)
+
     def place_of(self, rank: int) -> tuple[int, int, int]:
         """The data, stage and tensor coordinates of a rank."""
         tensor, stages = self.tensor.size, self.stages.size

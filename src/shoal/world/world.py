@@ -87,7 +87,11 @@ class World:
     @staticmethod
     def open(launch: Launch, backend: str = "auto", device: str = "auto") -> World:
         """Join the job that `launch` describes; a second call in one process finds the group of the first."""
-        where = _device(device, launch.local_rank)
+        if launch.question:  # the others are not there: to wait for them would be for ever
+            raise RuntimeError(
+                f"this process was started to find out: {launch.question}. It cannot join a job."
+            )
+        where = choose_device(device, launch.local_rank)
         if launch.size == 1:
             return World.alone(where)
         register_backend()
@@ -118,12 +122,20 @@ class World:
 
     def apart(self) -> World:
         """The same workers with a group of their own: its collectives need not come in one order with ours."""
-        if self.size == 1:
+        if self.group is None:  # alone, or imagined
             return self
         group = dist.new_group(
             list(self.members), backend=_small_backend(self.device), use_local_synchronization=True
         )
         return self._smaller(self.members, group)
+
+    def wire(self) -> World:
+        """The same workers joined by sockets, for a thread of each: nothing of theirs comes between our collectives."""
+        if self.group is None:
+            return self
+        return self._smaller(
+            self.members, dist.new_group(list(self.members), backend="gloo", use_local_synchronization=True)
+        )
 
     def within(self, group: dist.ProcessGroup) -> World:
         """The smaller world of a process group that this worker is in."""
@@ -183,6 +195,15 @@ class World:
         options.rootRank, options.rootTensor = source, 0
         return self._group.broadcast([tensor], options)
 
+    def send(self, tensor: torch.Tensor, to: int) -> Handle:
+        """Give a tensor to one rank, which receives it. Messages of a pair arrive in order."""
+        self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
+        return self._group.send([tensor], to, 0)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Fill a tensor with what one rank sends."""
+        return self._group.recv([tensor], source, 0)
+
     def barrier(self) -> None:
         """Wait until everybody is here."""
         if self.size > 1:
@@ -223,7 +244,8 @@ class World:
         return tensor.numel() * tensor.itemsize * (self.size - 1) // self.size
 
 
-def _device(name: str, local_rank: int) -> torch.device:
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device a worker computes on."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

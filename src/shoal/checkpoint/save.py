@@ -1,0 +1,243 @@
+"""Saving: the training stops for one copy of what this rank writes; the rest happens behind its back.
+
+    snapshot    every rank copies its writes into one block of memory               the step waits for this
+    write       a thread of every rank: checksums, one file, flushed to disk         training goes on
+    commit      a thread of rank 0: when all files are there, the manifest, the rename, `latest`
+
+Ranks tell rank 0 of their files through the folder itself, so the threads need no collectives of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+import shoal
+from shoal.checkpoint import folder as folders
+from shoal.checkpoint.manifest import FILE, FileFacts, Logical, Manifest, Slice, seal, unseal
+from shoal.checkpoint.peers import Peers
+from shoal.checkpoint.plan import Holding, Write, assign
+from shoal.checkpoint.region import Region
+from shoal.checkpoint.shard import DTYPES, NAMES, Slot, checksum, head, place, write_file
+from shoal.errors import ConfigError
+from shoal.world.world import World
+
+State = Sequence[tuple[Holding, torch.Tensor]]
+"""What a rank holds, and the numbers themselves."""
+
+_PATIENCE = 600.0
+"""Seconds that rank 0 waits for the files of the others."""
+_GRACE = 2.0
+"""And once the run has failed."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest says beside its tensors."""
+
+    name: str
+    step: int
+    plan: str
+    state: Mapping[str, Any]
+
+
+class Saver:
+    """Writes checkpoints of one run into one folder. Every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        world: World,
+        root: Path,
+        after: Callable[[Path], None] = lambda _: None,
+        peers: Peers | None = None,
+    ) -> None:
+        """`after` is called on rank 0, in its thread, with each checkpoint that is complete."""
+        self._world, self._root, self._after, self._peers = world, root, after, peers
+        self._token = world.gather_values(f"{time.time_ns():x}-{os.getpid():x}")[0]
+        self._turn = 0
+        self._known: list[float] = []
+        self._writes: list[Write] = []
+        self._slots: list[Slot] = []
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._deadline = math.inf
+        self.stalled = 0.0
+        """Seconds for which the last save kept the training waiting."""
+
+    def save(self, state: State, facts: Facts, urgent: bool = False) -> None:
+        """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
+
+        Unless it is urgent, it leaves the processor to the training where both want it.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        self._plan([holding for holding, _ in state])
+        for write, slot in zip(self._writes, self._slots, strict=True):
+            target = self._block[slot.start : slot.stop].view(slot.dtype)
+            copy_flat(state[write.holding][1], write.start, target)
+        self._turn += 1
+        written = folders.temporary(self._root, facts.name, f"{self._token}-{self._turn}")
+        paths = [state[write.holding][0].path for write in self._writes]
+        # A daemon: a run that fails must end. One that does not fail waits for it.
+        self._thread = threading.Thread(
+            target=self._work, args=(written, paths, facts, urgent), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.stalled = time.perf_counter() - begin
+
+    def wait(self) -> None:
+        """Until the last save is on disk; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise ConfigError(
+                f"a checkpoint could not be written to {self._root} ({getattr(error, 'strerror', None) or error}); "
+                "free some space, or choose another folder."
+            ) from error
+
+    def abandon(self) -> None:
+        """The run has failed: let what is nearly done come to its end, and wait for nobody who may be gone."""
+        self._deadline = time.monotonic() + _GRACE
+        if self._thread is not None:
+            self._thread.join(2 * _GRACE)
+
+    def _plan(self, mine: Sequence[Holding]) -> None:
+        """Agree on who writes what, if that has changed since the last time."""
+        listed = [[h.path, list(h.region.shape), *h.region.to_json(), NAMES[h.dtype], h.shared] for h in mine]
+        signs = self._world.gather_numbers([float(xxhash.xxh32_intdigest(repr(listed).encode()))])[
+            :, 0
+        ].tolist()
+        if signs == self._known:
+            return
+        self._known = signs
+        everyone = [[_holding(entry) for entry in theirs] for theirs in self._world.gather_values(listed)]
+        writes = assign(everyone)[self._world.rank]
+        # The widest numbers first: then each tensor begins where one of its kind may.
+        self._writes = sorted(writes, key=lambda write: -mine[write.holding].dtype.itemsize)
+        self._slots = place([_slot(write, mine[write.holding]) for write in self._writes])
+        size = self._slots[-1].stop if self._slots else 0
+        if self._block.numel() < size:
+            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+
+    # From here on in the thread.
+
+    def _work(self, written: Path, paths: Sequence[str], facts: Facts, urgent: bool) -> None:
+        if not urgent:
+            step_back()
+        try:
+            written.mkdir(parents=True, exist_ok=True)
+            self._write(written, paths)
+            manifest = b""
+            if self._world.rank == 0:
+                manifest = self._commit(written, self._root / facts.name, facts)
+            if self._peers is not None:
+                self._peers.finish(written.name, facts.name, manifest)
+            if self._world.rank == 0:
+                self._after(self._root / facts.name)
+        except (OSError, RuntimeError, ValueError) as error:  # the next call of `wait` raises it
+            self._error = error
+
+    def _write(self, written: Path, paths: Sequence[str]) -> None:
+        name = f"rank-{self._world.rank:04}.safetensors"
+        header = head(self._slots)
+        size = self._slots[-1].stop if self._slots else 0
+        data = memoryview(self._block.numpy().data)[:size]
+        sums = [checksum(data[slot.start : slot.stop]) for slot in self._slots]
+        write_file(written / name, [header, data])
+        if self._peers is not None:
+            self._peers.put(written.name, name, [header, data])
+        report = {
+            "file": {"name": name, "bytes": len(header) + size, "head": checksum(header)},
+            "slices": [
+                [path, NAMES[slot.dtype], list(write.region.shape), slot.key, write.region.to_json(), total]
+                for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
+            ],
+        }
+        part = written / f".part-{self._world.rank}"
+        write_file(part, [seal(report)])
+        os.replace(part, written / f"part-{self._world.rank}")
+
+    def _commit(self, written: Path, final: Path, facts: Facts) -> bytes:
+        files: dict[str, FileFacts] = {}
+        tensors: dict[str, Logical] = {}
+        for rank in range(self._world.size):
+            report = self._report(written / f"part-{rank}")
+            file = report["file"]
+            files[file["name"]] = FileFacts(file["bytes"], file["head"])
+            for path, dtype, shape, key, region, total in report["slices"]:
+                piece = Slice(file["name"], key, Region.from_json(shape, region), total)
+                before = tensors[path].slices if path in tensors else ()
+                tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
+        manifest = Manifest(
+            name=facts.name,
+            step=facts.step,
+            written=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            plan=facts.plan,
+            workers=self._world.size,
+            tensors=dict(sorted(tensors.items())),
+            files=files,
+            state=facts.state,
+            versions={"shoal": shoal.__version__, "torch": torch.__version__},
+        )
+        text = manifest.dumps()
+        write_file(written / FILE, [text])
+        for rank in range(self._world.size):
+            (written / f"part-{rank}").unlink()
+        folders.commit(written, final)
+        return text
+
+    def _report(self, part: Path) -> Any:
+        """What a rank says of its file, once it has written it."""
+        deadline = time.monotonic() + _PATIENCE
+        while not part.exists():
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"rank {part.name.removeprefix('part-')} has written no file in {_PATIENCE:.0f} s"
+                )
+            time.sleep(0.005)
+        return unseal(part.read_bytes())
+
+
+def copy_flat(source: torch.Tensor, start: int, target: torch.Tensor) -> None:
+    """Copy elements of a tensor, counted flat from `start`, until a flat target is full."""
+    if source.is_contiguous():
+        target.copy_(source.view(-1)[start : start + target.numel()])
+    elif target.numel() == source.numel():
+        target.view(source.shape).copy_(source)
+    else:
+        target.copy_(source.reshape(-1)[start : start + target.numel()])
+
+
+def _slot(write: Write, holding: Holding) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """Name, dtype and shape in the file: of what is whole as any reader of such a file would expect them."""
+    region, key = write.region, holding.path
+    if region.part_shape != region.shape:
+        key += f"@{region.dim}:{region.spans[0][0]}"
+    if region.is_part:
+        return key, holding.dtype, region.part_shape
+    return f"{key}[{region.start}:{region.stop}]", holding.dtype, (region.numel,)
+
+
+def _holding(entry: list[Any]) -> Holding:
+    path, shape, dim, spans, start, stop, dtype, shared = entry
+    return Holding(path, Region.from_json(shape, [dim, spans, start, stop]), DTYPES[dtype], shared)
+
+
+def step_back() -> None:
+    """Let the training have the processor first."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,56 @@
+"""What a path given to `shoal ckpt` means: one checkpoint, or a folder of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.folder import Found
+
+
+def find_all(path: Path) -> list[Found]:
+    """The checkpoints at a path: itself, or those in it with the latest first."""
+    from shoal.checkpoint.folder import look, open_folder
+    from shoal.checkpoint.manifest import FILE
+
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}; give a checkpoint, or a folder of checkpoints.")
+    if (path / FILE).exists():
+        return [open_folder(path)]
+    found = look(path)
+    if not found:
+        raise ConfigError(
+            f"there is no checkpoint in {path}; give a folder with a {FILE}, or one that holds such folders."
+        )
+    return found
+
+
+def find_readable(path: Path) -> Found:
+    """One checkpoint whose manifest can be read: the one at a path, or the latest in it."""
+    found = find_all(path)[0]
+    if found.manifest is None:
+        raise ConfigError(f"{found.problem}; choose another checkpoint.")
+    return found
+
+
+def find_whole(path: Path) -> Found:
+    """One checkpoint of which every byte is what was written."""
+    from shoal.checkpoint.verify import verify
+
+    found = find_readable(path)
+    problem = next(verify(found), None)
+    if problem is not None:
+        raise ConfigError(f"{found.folder} is damaged ({problem}); choose another checkpoint.")
+    return found
+
+
+def is_url(text: str) -> bool:
+    """Whether something is at a URL, and not on a disk of this host.
+
+    >>> is_url("s3://bucket/runs"), is_url("runs/first")
+    (True, False)
+    """
+    return "://" in text

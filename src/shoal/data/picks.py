@@ -1,0 +1,137 @@
+"""Which samples each step has, and which of them are whose. Numbers only: nothing is fetched here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shoal.data.columns import keys_for
+from shoal.data.cursor import Cursor, Track, short_seed
+from shoal.data.feed import Feed
+from shoal.data.grouped import GroupedOrder
+from shoal.data.order import GlobalOrder
+from shoal.partition.cuts import Ids
+from shoal.seeds import derive
+
+_AHEAD = 8192
+"""Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
+
+Cuts = tuple[list[tuple[int, int]], tuple[bool, ...]]
+"""Where this worker's micro-batches begin and end in a step, and which of them have samples."""
+
+
+class Picks:
+    """The samples of this worker's micro-batches, by step.
+
+    >>> picks = Picks(Feed(data=range(10), global_batch=4, rank=1, size=2, shuffle=False))
+    >>> picks.of(0)
+    (0, 4, [array([2, 3])], (True,))
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self._samples = len(feed.data)
+        self._keys = keys_for(feed.partition, feed.columns, self._samples)
+        self._weights = feed.partition.weights(feed.parts)
+        self._order = GlobalOrder(self._samples, feed.seed, feed.shuffle)
+        self._grouped = self._group(feed.global_batch, feed.partition.reach)
+        self._begun: tuple[int, GlobalOrder | GroupedOrder] = (0, self._grouped)
+        """The epoch with which the run goes on, and its order; it may be sorted as another run had begun to."""
+        self.track = Track(self._samples, feed.global_batch)
+        self._window = (0, 0, np.empty(0, dtype=np.int64))
+        self._cuts: dict[int, Cuts | None] = {}
+
+    def of(self, step: int) -> tuple[int, int, list[Ids], tuple[bool, ...]]:
+        """The epoch, how many samples the step has, those of each of this worker's micro-batches, and which count."""
+        epoch, start, stop = self.track.span(step)
+        cuts = self._cuts_for(stop - start)
+        if cuts is not None:
+            bounds, counts = cuts
+            low, high = start + bounds[0][0], start + bounds[-1][1]
+            some = self._ids(epoch, low, high)
+            mine = [some[start + a - low : start + b - low] for a, b in bounds]
+        else:
+            mine = self._divide(epoch, start, stop)[self.feed.first : self.feed.first + self.feed.accumulate]
+            counts = tuple(len(ids) > 0 for ids in mine)
+        if self.feed.fill and not all(counts):
+            filler = self._ids(epoch, start, start + 1)
+            mine = [ids if len(ids) else filler for ids in mine]
+        return epoch, stop - start, mine, counts
+
+    def sizes(self, step: int) -> list[int]:
+        """How many samples each micro-batch of a step has, over all workers."""
+        return [len(ids) for ids in self._divide(*self.track.span(step))]
+
+    def cursor(self, step: int) -> Cursor:
+        """Where the data stand when `step` steps are done."""
+        feed = self.feed
+        epoch, start, _ = self.track.span(step)
+        order = self._order_of(epoch)
+        grain, window = (order.grain, order.window) if isinstance(order, GroupedOrder) else (0, 0)
+        seed = short_seed(feed.seed)
+        return Cursor(epoch, start, self._samples, seed, feed.global_batch, grain, window, feed.shuffle)
+
+    def go_on(self, step: int, cursor: Cursor) -> list[str]:
+        """Let step `step` begin at a cursor; what has changed since it was taken, in words."""
+        epoch, position = cursor.epoch, cursor.position
+        if position >= self._samples:
+            epoch, position = epoch + 1, 0
+        self._begun = (epoch, self._grouped)
+        self.track = Track(self._samples, self.feed.global_batch, step, epoch, position)
+        told = changes(cursor, self.cursor(step))
+        if position > 0 and cursor.window and not self.feed.partition.reach:
+            told.append(
+                f"epoch {epoch} was sorted by length and the partition does not sort now: some of its samples come "
+                "twice and others not at all"
+            )
+        elif position > 0:  # an epoch ends in the order in which it began
+            self._begun = (epoch, self._group(cursor.grain, cursor.window))
+        self._window = (0, 0, np.empty(0, dtype=np.int64))
+        return told
+
+    def _group(self, grain: int, window: int) -> GlobalOrder | GroupedOrder:
+        if not window:
+            return self._order
+        keys = np.arange(self._samples) if self._keys is None else self._keys
+        return GroupedOrder(self._order, keys, grain, window)
+
+    def _order_of(self, epoch: int) -> GlobalOrder | GroupedOrder:
+        begun, order = self._begun
+        return order if epoch == begun else self._grouped
+
+    def _cuts_for(self, count: int) -> Cuts | None:
+        if count not in self._cuts:  # of few sizes: a full batch, and the last of an epoch
+            feed = self.feed
+            cuts = feed.partition.cuts(count, self._weights)
+            mine = None if cuts is None else cuts[feed.first : feed.first + feed.accumulate]
+            self._cuts[count] = None if mine is None else (mine, tuple(a < b for a, b in mine))
+        return self._cuts[count]
+
+    def _divide(self, epoch: int, start: int, stop: int) -> list[Ids]:
+        ids = self._ids(epoch, start, stop)
+        keys = ids if self._keys is None else self._keys[ids]
+        # What is drawn depends on the place in the data, as the samples do.
+        seed = derive(self.feed.seed, "partition", epoch, start)
+        return self.feed.partition.divide(ids, keys, self._weights, seed)
+
+    def _ids(self, epoch: int, low: int, high: int) -> Ids:
+        at, begin, ids = self._window
+        if at != epoch or low < begin or high > begin + len(ids):
+            ids = self._order_of(epoch).ids(epoch, low, min(max(high, low + _AHEAD), self._samples))
+            at, begin = epoch, low
+            self._window = (at, begin, ids)
+        return ids[low - begin : high - begin]
+
+
+def changes(before: Cursor, now: Cursor) -> list[str]:
+    """What has changed between two runs over the same data, in words."""
+    told = []
+    for name in ("samples", "seed", "shuffle"):
+        old, new = getattr(before, name), getattr(now, name)
+        if old != new:
+            told.append(f"{name} was {old} and is {new}: epoch {before.epoch} goes on in another order")
+    if before.batch != now.batch:
+        told.append(
+            f"global_batch was {before.batch} and is {now.batch}: epoch {before.epoch} goes on from sample "
+            f"{before.position} in batches of the new size"
+        )
+    return told

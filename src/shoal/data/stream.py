@@ -1,0 +1,185 @@
+"""Streams: data without a length or numbers, only an order.
+
+Every worker reads the whole stream and keeps its own part of each global batch, so all see the same batches and know
+where an epoch ends without asking each other. A sample's number is its place in the epoch. What the stream draws from
+torch's generator is keyed by that place, so it is the same on every worker and after a restart.
+
+Limits: everybody reads everything, and a run that goes on reads past what it has used. The order is the stream's own:
+`shuffle` does nothing; `set_epoch`, if there is one, is called so that the stream can shuffle itself. It must be the
+same on every worker and begin anew with each iter().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from shoal import seeds
+from shoal.data.batch import Batch
+from shoal.data.cursor import Cursor, short_seed
+from shoal.data.feed import Feed, Portion
+from shoal.data.loader import Loader
+from shoal.data.picks import changes
+from shoal.data.source import check_source, is_stream
+from shoal.errors import ConfigError
+from shoal.partition.base import OWN
+
+_END = object()
+
+
+class Place(NamedTuple):
+    """What a step begins with: an epoch, and how many samples of it have been used."""
+
+    step: int
+    epoch: int
+    position: int
+
+
+class StreamLoader:
+    """Hands out portions of a stream in sequence; another step makes it read on, or anew from the beginning.
+
+    >>> class Count:
+    ...     def __iter__(self):
+    ...         return iter(range(5))
+    >>> loader = StreamLoader(Feed(data=Count(), global_batch=4, rank=0, size=2))
+    >>> loader.take(0).batches, loader.take(1).batches, loader.take(2).epoch
+    ((tensor([0, 1]),), (tensor([4]),), 1)
+    >>> loader.cursor(1).position, loader.ended(2, epochs=1)
+    (4, True)
+    """
+
+    steps_per_epoch: None = None
+    """Not known before an epoch is over."""
+
+    def __init__(self, feed: Feed) -> None:
+        check_source(feed.data, feed.global_batch)
+        _check(feed)
+        self.feed = feed
+        self._weights = feed.partition.weights(feed.parts)
+        self._begin = self._at = Place(0, 0, 0)
+        self._samples: Iterator[Any] | None = None
+        self._next: Any = _END
+
+    def take(self, step: int) -> Portion:
+        """This worker's portion of step `step`, counted from 0."""
+        self._seek(step)
+        feed, at = self.feed, self._at
+        samples = self._read()
+        ids = np.arange(at.position, at.position + len(samples))
+        seed = seeds.derive(feed.seed, "partition", at.epoch, at.position)
+        parts = feed.partition.divide(ids, ids, self._weights, seed)[
+            feed.first : feed.first + feed.accumulate
+        ]
+        mine = [[samples[i] for i in (part - at.position).tolist()] for part in parts]
+        counts = tuple(len(some) > 0 for some in mine)
+        if feed.fill:
+            mine = [some or samples[:1] for some in mine]
+        batches = tuple(self._batch(step, number, some) for number, some in enumerate(mine, feed.first))
+        return Portion(at.epoch, len(samples), batches, counts, feed.first)
+
+    def cursor(self, step: int) -> Cursor:
+        """Where the stream stands after `step` steps."""
+        self._seek(step)
+        feed, at = self.feed, self._at
+        return Cursor(at.epoch, at.position, 0, short_seed(feed.seed), feed.global_batch, shuffle=False)
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
+        """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
+        cursor = Cursor.from_state(state)
+        self._begin = self._at = Place(step, cursor.epoch, cursor.position)
+        self._samples = None
+        return changes(cursor, self.cursor(step))
+
+    def steps_until(self, epochs: float) -> int | None:
+        """None: only the end of a stream tells. Ask `ended` after each step."""
+        del epochs
+        return None
+
+    def ended(self, step: int, epochs: float) -> bool:
+        """Whether so many epochs are complete after `step` steps."""
+        if epochs != int(epochs):
+            raise ConfigError(
+                f"{epochs:g} epochs of a stream: its length is not known; give whole epochs, or steps."
+            )
+        self._seek(step)
+        return self._at.epoch >= epochs
+
+    def skew(self, steps: int = 64) -> tuple[float, int] | None:
+        """None: looking ahead would use samples up."""
+        del steps
+        return None
+
+    def _batch(self, step: int, number: int, samples: list[Any]) -> Batch | None:
+        if not samples:
+            return None
+        seeds.set_stream(self.feed.seed, "data", step, number)
+        return (self.feed.collate or default_collate)(samples)
+
+    def _seek(self, step: int) -> None:
+        """Stand before a step."""
+        if step < self._begin.step:
+            raise ConfigError(
+                f"step {step + 1} lies before step {self._begin.step + 1}, with which this run goes on; where its "
+                "samples were is not known any more."
+            )
+        if step < self._at.step:
+            self._at, self._samples = self._begin, None
+        while self._at.step < step:
+            self._read()
+
+    def _read(self) -> list[Any]:
+        """The samples of the next step, and the first after them: so everybody knows whether the epoch is over."""
+        if self._samples is None:
+            self._open()
+        step, epoch, position = self._at
+        samples: list[Any] = []
+        while len(samples) < self.feed.global_batch and self._next is not _END:
+            samples.append(self._next)
+            position += 1
+            self._next = self._pull(epoch, position)
+        self._at = Place(step + 1, epoch, position)
+        if self._next is _END:
+            self._at, self._samples = Place(step + 1, epoch + 1, 0), None
+        return samples
+
+    def _open(self) -> None:
+        """Begin an epoch, and read past what has been used of it."""
+        data, (_, epoch, used) = self.feed.data, self._at
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        seeds.set_stream(self.feed.seed, "stream", epoch)
+        self._samples = iter(data)
+        for position in range(used + 1):
+            self._next = self._pull(epoch, position)
+            if self._next is _END:
+                raise ConfigError(
+                    f"the stream ended after {position} samples of epoch {epoch}, and sample {used} is the next; "
+                    "every iter() of data= must begin anew and give the same samples, on every worker and in every run."
+                )
+
+    def _pull(self, epoch: int, position: int) -> Any:
+        assert self._samples is not None
+        seeds.set_stream(self.feed.seed, "stream", epoch, position)
+        return next(self._samples, _END)
+
+
+def _check(feed: Feed) -> None:
+    """Refuse what needs samples by number."""
+    if feed.workers:
+        raise ConfigError(
+            f"loader_workers={feed.workers} with a stream: processes that prepare ahead ask for samples by number; use "
+            "loader_workers=0, and let the stream itself work ahead."
+        )
+    if feed.columns or feed.partition.keyed_by != OWN or feed.partition.reach:
+        raise ConfigError(
+            f"a stream has no columns to divide by '{feed.partition.keyed_by}'; use a partition by '{OWN}', such as "
+            "block, and leave columns= out."
+        )
+
+
+def make_loader(feed: Feed) -> Loader | StreamLoader:
+    """The loader for a kind of data."""
+    return StreamLoader(feed) if is_stream(feed.data) else Loader(feed)

@@ -1,0 +1,184 @@
+"""When a run saves, what stands in its checkpoints beside tensors, and how it goes on from one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.copies import Copier
+from shoal.checkpoint.find import Local, Place, find_whole
+from shoal.checkpoint.folder import check_name, clean
+from shoal.checkpoint.keep import Keep, prune
+from shoal.checkpoint.load import Reader
+from shoal.checkpoint.peers import Peers
+from shoal.checkpoint.remote import Remote, RemotePlace
+from shoal.checkpoint.save import Facts, Saver
+from shoal.errors import ConfigError
+from shoal.train.parts import Parts
+from shoal.train.progress import Progress
+from shoal.train.state import collect, restore, restore_optimizer
+
+PEER = "peer"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asks for."""
+
+    root: Path | None = None
+    every: int | None = None
+    """Steps between checkpoints."""
+    keep: Keep = Keep()  # noqa: RUF009 it is frozen
+    copies: tuple[str, ...] = ()
+    """Where second copies go: "peer", or URLs."""
+
+    @staticmethod
+    def of(root: str | None, every: int | None, keep: int | str | None, copies: str) -> Wishes:
+        """From the fields of a Run; refuses what cannot work."""
+        if every is not None and every < 1:
+            raise ConfigError(f"checkpoint_every={every}; it must be at least 1.")
+        listed = tuple(copy.strip() for copy in copies.split(",") if copy.strip())
+        for what, given in ((f"checkpoint_every={every}", every), (f"copies={copies!r}", listed)):
+            if given and root is None:
+                raise ConfigError(f"{what} needs a folder: give checkpoint=.")
+        for copy in listed:
+            if copy != PEER and "://" not in copy:
+                raise ConfigError(f"copies: '{copy}' is neither 'peer' nor a URL such as s3://bucket/run.")
+        return Wishes(Path(root) if root is not None else None, every, Keep.of(keep), listed)
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank has this and calls it alike."""
+
+    def __init__(self, parts: Parts, plan: str, wishes: Wishes) -> None:
+        self._parts, self._plan, self._wishes = parts, plan, wishes
+        self._saver: Saver | None = None
+        self._peers: Peers | None = None
+        self._copiers: list[Copier] = []
+        self._remotes: list[Remote] = []
+        root = wishes.root
+        if root is None:
+            return
+        if PEER in wishes.copies:
+            self._peers = Peers(parts.world, root)
+        self._remotes = [Remote(url) for url in wishes.copies if url != PEER]
+        if parts.world.rank == 0:
+            for remote in self._remotes:
+                remote.check()
+            self._copiers = [Copier(remote, wishes.keep) for remote in self._remotes]
+        self._saver = Saver(parts.world, root, self._committed, self._peers)
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a checkpoint is to be saved after so many steps."""
+        every = self._wishes.every
+        return every is not None and (last or step % every == 0)
+
+    def begin(self, name: str, progress: Progress) -> None:
+        """Save without waiting for the disk. Every rank calls it."""
+        if self._saver is not None:
+            self._saver.save(collect(self._parts.whole), self._facts(name, progress))
+
+    def save(self, name: str, progress: Progress, root: Path | None = None) -> None:
+        """Save, and return when it is on disk. Every rank calls it."""
+        check_name(name)
+        saver = self._saver if root is None or root == self._wishes.root else Saver(self._parts.world, root)
+        if saver is None:
+            raise ConfigError(
+                "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
+            )
+        saver.save(collect(self._parts.whole), self._facts(name, progress), urgent=True)
+        saver.wait()
+        self._parts.world.barrier()
+
+    def wait(self) -> None:
+        """Until everything begun is on disk, and the copies are where they belong."""
+        if self._saver is not None:
+            self._saver.wait()
+        for copier in self._copiers:
+            copier.close()
+
+    def abandon(self) -> None:
+        """The run has failed: wait for nothing that may never come."""
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def finish(self) -> None:
+        """The run has come to its end."""
+        self.wait()
+        self._parts.world.barrier()
+        if self._peers is not None and self._wishes.every is not None:
+            self._peers.close()
+
+    def resume(self) -> Progress:
+        """Go on from the newest whole checkpoint, if there is one. Every rank calls it."""
+        root, world = self._wishes.root, self._parts.world
+        if root is None:
+            return Progress()
+        places: list[Place] = [Local(world, root)]
+        if self._peers is not None:
+            places.append(self._peers)
+        places += [RemotePlace(world, remote, root) for remote in self._remotes]
+        found = find_whole(world, places)
+        if world.rank == 0 and root.is_dir():
+            clean(root)
+        if found is None:
+            return Progress()
+        reader = Reader.of(found)
+        try:
+            return self.take_over(reader)
+        finally:
+            reader.close()
+            world.barrier()
+
+    def take_over(self, reader: Reader) -> Progress:
+        """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
+        parts, state = self._parts, reader.manifest.state
+        restore(parts.whole, reader)
+        if state["optimizer"] is not None:
+            self._check_optimizer(reader)
+            for order in state["orders"]:
+                if set(order) == set(parts.exchange.order):
+                    parts.exchange.lay_out_again(order)
+            restore_optimizer(parts.whole, reader)
+        if parts.scale.dynamic and state["scale"] is not None:
+            parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
+        parts.count_per_sample = state["count_per_sample"]
+        if state["cursor"] is not None:
+            for sentence in parts.loader.go_on(reader.manifest.step, state["cursor"]):
+                if parts.world.rank == 0:
+                    print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
+        return Progress(reader.manifest.step, state["schedule"])
+
+    def _check_optimizer(self, reader: Reader) -> None:
+        before, now = reader.manifest.state["optimizer"], type(self._parts.exchange.optimizer).__name__
+        if before != now:
+            raise ConfigError(
+                f"the checkpoint {reader.folder} was written with {before}, and optimizer= now makes "
+                f"{now}; use the same optimizer, or another checkpoint folder."
+            )
+
+    def _facts(self, name: str, progress: Progress) -> Facts:
+        parts = self._parts
+        orders: list[list[str]] = parts.mesh.model.gather_values(list(parts.exchange.order))
+        state: dict[str, Any] = {
+            "optimizer": type(parts.exchange.optimizer).__name__,
+            "orders": [order for number, order in enumerate(orders) if order not in orders[:number]],
+            "scale": parts.scale.value if parts.scale.dynamic else None,
+            "good_steps": parts.scale.good_steps,
+            "count_per_sample": parts.count_per_sample,
+            "schedule": progress.schedule_now(),
+            "cursor": parts.loader.cursor(progress.step).to_state(),
+            "streams": {"seed": parts.streams.seed, "keyed_by": ["seed", "step", "micro-batch"]},
+            "replicas": parts.mesh.data.size,
+            "ties": dict(parts.whole.shape.others),
+        }
+        return Facts(name, progress.step, self._plan, state)
+
+    def _committed(self, folder: Path) -> None:
+        """On rank 0, in the saver's thread."""
+        for copier in self._copiers:
+            copier.add(folder)
+        busy = {name for copier in self._copiers for name in copier.busy()}
+        prune(folder.parent, self._wishes.keep, busy)

@@ -1,0 +1,159 @@
+"""The state of a run, between what each worker holds of it and the logical tensors of a checkpoint.
+
+    parameter/NAME        whole, or the rows, slices and parts that are here
+    buffer/NAME           as the first replica has it
+    buffer@3/NAME         as replica 3 has it, where it differs: statistics of its own samples
+    optimizer/KEY/NAME    numbers per element are cut like the parameter; others belong to it as a whole
+
+A weight that several stages hold is one weight, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from shoal.checkpoint.load import Reader
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.plan import Holding
+from shoal.checkpoint.region import Region
+from shoal.checkpoint.save import State
+from shoal.errors import ConfigError
+from shoal.exchange.base import Held
+from shoal.train.whole import Whole
+
+
+def collect(whole: Whole) -> State:
+    """What this worker holds, and where it belongs. Every rank calls it."""
+    return [*_parameters(whole), *_optimizer(whole), *_buffers(whole)]
+
+
+def restore(whole: Whole, reader: Reader) -> None:
+    """Take over what belongs here of a checkpoint, or say which name does not fit."""
+    paths = _check_names(whole, reader)
+    with torch.no_grad():
+        for held in whole.exchange.held():
+            reader.read_into(paths[whole.first(held.name)], _region(whole, held), held.tensor)
+        data, alike = whole.mesh.data, reader.manifest.state.get("replicas") == whole.mesh.data.size
+        for name, buffer in whole.buffers().items():
+            own = f"buffer@{data.rank}/{name}"
+            path = own if alike and own in reader.manifest.tensors else paths[name]
+            reader.read_into(path, Region.whole(buffer.shape), buffer)
+
+
+def restore_optimizer(whole: Whole, reader: Reader) -> None:
+    """Take over what belongs here of the optimizer's state."""
+    exchange, stored = whole.exchange, _optimizer_entries(reader.manifest)
+    each = _per_element(whole, reader.manifest, stored)
+    for target in exchange.targets():
+        entries = stored.get(whole.first(target.name))
+        if entries is None:
+            continue
+        size, mine = whole.shape.sizes[whole.first(target.name)], {}
+        for key, path in entries.items():
+            if key in each and reader.manifest.tensors[path].shape == tuple(size):
+                part = reader.read(path, _region(whole, target))
+                mine[key] = part.view(target.tensor.shape).to(target.tensor.device)
+            else:
+                mine[key] = reader.read(path)
+        exchange.optimizer.state[target.tensor] = mine
+
+
+def _parameters(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
+    for held in whole.exchange.held():
+        region = _region(whole, held)
+        if held.name in whole.same or (region.numel == 0 and Region.whole(region.shape).numel):
+            continue
+        yield Holding(f"parameter/{held.name}", region, held.tensor.dtype), held.tensor
+
+
+def _optimizer(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
+    state: Mapping[torch.Tensor, Mapping[str, Any]] = whole.exchange.optimizer.state
+    for target in whole.exchange.targets():
+        if target.name in whole.same or target.tensor not in state:
+            continue
+        for key, given in state[target.tensor].items():
+            if given is None:
+                continue
+            value = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(given)
+            like = value.dim() > 0 and value.shape == target.tensor.shape
+            region = _region(whole, target) if like else Region.whole(value.shape)
+            yield Holding(f"optimizer/{key}/{target.name}", region, value.dtype), value
+
+
+def _buffers(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
+    """The first replica's buffers; and this one's own, if training has made them different."""
+    found, data = whole.buffers(), whole.mesh.data
+    for name, buffer in found.items():
+        yield Holding(f"buffer/{name}", Region.whole(buffer.shape), buffer.dtype, shared=False), buffer
+    if data.size == 1 or not whole.shape.buffers:
+        return
+    sum_ = xxhash.xxh32()
+    for buffer in found.values():
+        sum_.update(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    sums = data.gather_numbers([float(sum_.intdigest())])[:, 0].tolist()
+    if sums[data.rank] != sums[0]:
+        for name, buffer in found.items():
+            region = Region.whole(buffer.shape)
+            yield Holding(f"buffer@{data.rank}/{name}", region, buffer.dtype, shared=False), buffer
+
+
+def _region(whole: Whole, held: Held) -> Region:
+    """Where what is held of a parameter lies in the parameter itself."""
+    shape = tuple(whole.shape.sizes[whole.first(held.name)])
+    stop = held.start + held.tensor.numel()
+    piece = whole.layout.pieces.get(held.name)
+    if piece is None:
+        return Region.whole(shape).within(held.start, stop)
+    spans = tuple(piece.spans(whole.layout.degree, whole.mesh.tensor.rank))
+    return Region(shape, piece.dim, spans, held.start, stop)
+
+
+def _check_names(whole: Whole, reader: Reader) -> dict[str, str]:
+    """The path of every tensor of the model; refuses a checkpoint of another one.
+
+    A foreign file does not tell buffers from parameters, and may hold a tied weight under all of its names.
+    """
+    source, tensors = str(reader.folder), reader.manifest.tensors
+    paths = {p.split("/", 1)[1]: p for p in tensors if p.startswith(("parameter/", "buffer/"))}
+    for other, first in whole.shape.others.items():
+        if first in paths:
+            paths.pop(other, None)
+    for name in sorted(whole.shape.sizes.keys() ^ paths.keys()):
+        where = "the model" if name in whole.shape.sizes else source
+        raise ConfigError(f"'{name}' is only in {where}; the checkpoint {source} is of another model.")
+    for name, size in whole.shape.sizes.items():
+        stored = tensors[paths[name]].shape
+        if stored != tuple(size):
+            raise ConfigError(
+                f"'{name}' is {list(stored)} in {source} and {list(size)} in the model; "
+                "use another checkpoint folder for another model."
+            )
+    return paths
+
+
+def _optimizer_entries(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Paths by parameter and key."""
+    found: dict[str, dict[str, str]] = {}
+    for path in manifest.tensors:
+        if path.startswith("optimizer/"):
+            _, key, name = path.split("/", 2)
+            found.setdefault(name, {})[key] = path
+    return found
+
+
+def _per_element(whole: Whole, manifest: Manifest, stored: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """The keys with a number per element. Parameters of one number cannot tell: there, all entries look alike."""
+    sizes = whole.shape.sizes
+    telling = {name: entries for name, entries in stored.items() if name in sizes and len(sizes[name]) > 0}
+    if not telling:
+        return {key for entries in stored.values() for key in entries} - {"step"}
+    return {
+        key
+        for name, entries in telling.items()
+        for key, path in entries.items()
+        if manifest.tensors[path].shape == tuple(sizes[name])
+    }

@@ -1,0 +1,78 @@
+"""However the samples of a step are divided, the step computes what one process computes, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.testing.parity import Trace, largest_difference, run_order, toy_order
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE as TOYS
+from shoal.train.build import Order
+from shoal.world.world import World
+
+TOY_NAMES = ("uneven", "dropout", "accumulated")
+"""A last batch too small for some, draws that follow micro-batches, and several micro-batches a worker."""
+
+STRATEGIES = ("ddp(bucket_mb=0.002)", "zero1(bucket_mb=0.002)", "zero3")
+
+
+def partitions(workers: int) -> list[str]:
+    shares = "/".join(str(2 + i) for i in range(workers))
+    return [
+        "hash(id)",
+        "hash(word)",
+        "feature(word)",
+        "bucket(length, window=2)",
+        "consistent(id)",
+        "consistent(word, kind=ring)",
+        "roundrobin",
+        "random",
+        "sequential",
+        f"block(shares={shares})",
+        f"hash(id, shares={shares})",
+    ]
+
+
+def order_of(toy: str, strategy: str, partition: str, accumulate: int | None = None) -> Order:
+    samples = TOYS[toy].samples
+    lengths = torch.randint(1, 9, (samples,), generator=torch.Generator().manual_seed(1))
+    columns: dict[str, Any] = {"length": lengths, "word": [f"w{i % 3}" for i in range(samples)]}
+    return replace(toy_order(TOYS[toy], strategy, accumulate), partition=partition, columns=columns)
+
+
+def run_them(world: World, strategy: str) -> dict[tuple[str, str], Trace]:
+    return {
+        (toy, partition): run_order(world, order_of(toy, strategy, partition), steps=7)
+        for toy in TOY_NAMES
+        for partition in partitions(world.size)
+    }
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_one_process(strategy: str, workers: int) -> None:
+    traces = spawn(run_them, workers, strategy)
+    for toy in TOY_NAMES:
+        for partition in partitions(workers):
+            order = order_of(toy, "solo", partition, workers * TOYS[toy].accumulate)
+            wanted = run_order(World.alone(), order, steps=7)
+            for rank, found in enumerate(traces):
+                gap, where = largest_difference(wanted, found[toy, partition])
+                place = f"{toy} under {strategy} and {partition}, {workers} workers, rank {rank}"
+                assert gap < 1e-12, f"{place}: {gap:.2e} at {where}"
+
+
+def test_a_partition_changes_who_computes_and_not_what() -> None:
+    """Without draws, the losses of a step are those of any other division; only bucket has steps of its own."""
+    plain = run_order(World.alone(), order_of("odd", "solo", "block", 3), steps=7)
+    for partition in partitions(3):
+        found = run_order(World.alone(), order_of("odd", "solo", partition, 3), steps=7)
+        gap, where = largest_difference(plain, found)
+        if partition.startswith("bucket"):
+            assert gap > 1e-6
+        else:
+            assert gap < 1e-12, f"{partition}: {gap:.2e} at {where}"

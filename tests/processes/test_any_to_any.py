@@ -1,0 +1,84 @@
+"""A checkpoint of any strategy at any size, in any other: complete, optimizer included, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint.folder import look
+from shoal.checkpoint.load import Reader
+from shoal.testing.parity import toy_parts
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE
+from shoal.train.checkpoints import Checkpoints, Wishes
+from shoal.train.parts import Parts
+from shoal.train.progress import Progress
+from shoal.train.step import run_step
+from shoal.world.world import World
+
+FLAT = ["ddp", "zero1(bucket_mb=0.001)", "zero2(bucket_mb=0.002)", "shared(bucket_mb=0.001)", "zero3"]
+STRATEGIES = {
+    1: ["solo"],
+    2: [*FLAT, "ddp * tp2", "zero1 * pp2(microbatches=2)"],
+    3: ["zero1(bucket_mb=0.001)", "zero3"],
+    4: ["zero3(replicas=2)", "zero1 * tp2", "zero3 * tp2", "shared * pp2(interleaved, microbatches=2)"],
+    8: ["zero2 * tp2 * pp2(microbatches=2)", "zero3 * tp2 * pp2(microbatches=2)"],
+}
+
+
+def contents(parts: Parts) -> dict[str, torch.Tensor]:
+    """Everything, put together in another way than checkpoints do it: by collectives."""
+    state = parts.whole.optimizer_state()
+    found = {f"optimizer/{key}/{name}": v for name, entries in state.items() for key, v in entries.items()}
+    return found | {f"parameter/{name}": value for name, value in parts.whole.parameters().items()}
+
+
+def save(world: World, root: str) -> list[str]:
+    wrong = []
+    for number, strategy in enumerate(STRATEGIES[world.size]):
+        parts = toy_parts(world, TABLE["stack"], strategy)
+        for step in range(2 + number % 2):
+            run_step(parts, step)
+        name = f"{world.size}-{number}"
+        Checkpoints(parts, strategy, Wishes(Path(root))).save(name, Progress(step + 1))
+        reader = Reader.of(next(found for found in look(Path(root)) if found.name == name))
+        wanted = contents(parts)
+        if {p for p in reader.manifest.tensors if not p.startswith("buffer")} != wanted.keys():
+            wrong.append(f"{strategy}: other names")
+        wrong += [f"{strategy}: {p}" for p, v in wanted.items() if not same(reader.read(p), v)]
+        world.barrier()
+    return wrong
+
+
+def load(world: World, root: str) -> list[str]:
+    """Each checkpoint in turn becomes the latest; each strategy takes it over."""
+    wrong = []
+    readers = [Reader.of(found) for found in look(Path(root))]
+    for strategy in STRATEGIES[world.size]:
+        parts = toy_parts(world, TABLE["stack"], strategy)
+        checkpoints = Checkpoints(parts, strategy, Wishes(Path(root)))
+        for reader in readers:
+            checkpoints.take_over(reader)
+            world.barrier()
+            found = contents(parts)
+            for path in reader.manifest.tensors:
+                if not same(found.get(path), reader.read(path)):
+                    wrong.append(f"{reader.manifest.plan} on {reader.manifest.workers} -> {strategy}: {path}")
+            world.barrier()
+    return wrong
+
+
+def same(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
+    return found is not None and found.shape == wanted.shape and torch.equal(found, wanted)
+
+
+def test_any_to_any(tmp_path: Path) -> None:
+    assert save(World.alone(), str(tmp_path)) == []
+    for workers in (2, 3, 4, 8):
+        assert spawn(save, workers, str(tmp_path))[0] == []
+    assert len(look(tmp_path)) == sum(len(s) for s in STRATEGIES.values())
+    assert load(World.alone(), str(tmp_path)) == []
+    for workers in (2, 3, 4, 8):
+        for wrong in spawn(load, workers, str(tmp_path)):
+            assert wrong == []
