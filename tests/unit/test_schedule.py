@@ -93,7 +93,7 @@ RESUMED: list[str | MakeScheduler] = [
 ]
 
 
-@pytest.mark.parametrize("schedule", RESUMED, ids=str)
+@pytest.mark.parametrize("schedule", RESUMED)
 @pytest.mark.parametrize("stop", [1, 11])
 def test_a_schedule_goes_on_where_it_stood(schedule: str | MakeScheduler, stop: int) -> None:
     whole = optimizer()
