@@ -1,6 +1,6 @@
 """Saving and loading beside torch DCP, in the same processes, alternating; what a checkpoint costs the training.
 
-    scripts/bench checkpoint              2 workers, 20 M parameters with AdamW (240 MB)
+    scripts/bench checkpoint              2 workers; 60 M parameters with AdamW to save and load, 20 M to train
     scripts/bench checkpoint --workers 4
 
 Everybody's state is cut into equal parts over the workers: zero3 here, FSDP2 there. Goals: the training stops for at
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import shutil
 import statistics
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchange import SIZES, Case, Transformer, adamw, dataset, loss
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -51,8 +53,8 @@ Times = dict[str, list[float]]
 T = TypeVar("T")
 
 
-def make(world: World, strategy: str) -> Parts:
-    case = Case("20M", 8, 0, 0, ())
+def make(world: World, strategy: str, size: str) -> Parts:
+    case = Case(size, 8, 0, 0, ())
     order = Order(
         model=Transformer(*SIZES[case.size]),
         loss=loss,
@@ -80,10 +82,12 @@ def clocked(world: World, action: Callable[..., T], *given: object) -> tuple[flo
 def saving(world: World, root: str, rounds: int) -> Times:
     """Blocking and total time of saves, time of loads; beside DCP, and beside one copy in memory."""
     torch.set_num_threads(1)
-    parts = make(world, "zero3")
+    shm = dist.new_group(backend="shoal")  # as a run has it; DCP saves asynchronously over gloo only
+    here = World(world.rank, world.size, world.device, world.hosts, world.store, shm)
+    parts = make(here, "zero3", "60M")
     checkpoints = Checkpoints(parts, "zero3", Wishes(Path(root) / "ours"))
     peer, peers_optimizer = fsdp2(world)
-    held = [tensor for _, tensor in collect(parts.whole)]
+    held = [tensor for _, tensor in collect(parts.whole, {})]
     room = [torch.empty_like(tensor) for tensor in held]
     times: Times = {}
 
@@ -106,6 +110,7 @@ def saving(world: World, root: str, rounds: int) -> Times:
         pending.result()
         note("ours, save", checkpoints.save, f"whole-{turn}", progress)
         note("dcp, save", partial(dcp.save, state, checkpoint_id=theirs / f"s{turn}"))
+        forget(world, Path(root))
         note("ours, load", checkpoints.resume)
         note("dcp, load", partial(dcp.load, state, checkpoint_id=theirs / f"s{turn}"))
         if world.rank == 0:
@@ -121,10 +126,19 @@ def saving(world: World, root: str, rounds: int) -> Times:
     return times
 
 
+def forget(world: World, root: Path) -> None:
+    """Let no file be in the page cache: a run goes on after a crash, and DCP's files would be there and ours not."""
+    for file in root.rglob("*") if world.rank == 0 else ():
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def fsdp2(world: World) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """As its documentation shows it."""
     mesh = init_device_mesh("cpu", (world.size,))
-    model = Transformer(*SIZES["20M"])
+    model = Transformer(*SIZES["60M"])
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -139,7 +153,7 @@ def fsdp2(world: World) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def training(world: World, root: str, rounds: int) -> Times:
     """Seconds of ten steps, with a checkpoint among them and without."""
     torch.set_num_threads(1)
-    parts = make(world, "shared")
+    parts = make(world, "shared", "20M")
     checkpoints = Checkpoints(parts, "shared", Wishes(Path(root) / "train"))
     times: Times = {"ten steps": [], "ten steps and a checkpoint": []}
     number = 2
@@ -221,7 +235,6 @@ def main() -> None:
     parser.add_argument("--folder", help="where checkpoints go; a temporary folder if not given")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
-        # DCP saves asynchronously over gloo only.
         times = spawn(saving, args.workers, root, args.rounds, timeout=900, backend="gloo")[0]
         speed = verifying(Path(root) / "ours")
         times |= spawn(training, args.workers, root, args.rounds, timeout=1800)[0]

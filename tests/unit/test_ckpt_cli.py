@@ -134,7 +134,7 @@ def test_verify_names_each_damaged_tensor(tmp_path: Path, ckpt: Ckpt) -> None:
     root = run_folder(tmp_path, 5, 10, 15)
     done = ckpt("verify", root)
     assert done.code == 0
-    assert len(re.findall(r"^step-\d+: whole: 2\.8 KB in 1 file, [\d.]+ GB/s$", done.out, re.MULTILINE)) == 3
+    assert len(re.findall(r"^step-\d+: whole: 6\.5 KB in 1 file, [\d.]+ GB/s$", done.out, re.MULTILINE)) == 3
     damage(root / "step-10", "parameter/up.bias")
     damage(root / "step-10", "optimizer/exp_avg/up.weight")
     done = ckpt("verify", root)

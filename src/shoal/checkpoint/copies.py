@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.checkpoint.keep import Keep, prune_remote
 from shoal.checkpoint.remote import Remote
-from shoal.checkpoint.save import step_back
+from shoal.checkpoint.save import give_way
 
 _QUIET = 3.0
 """Seconds that `close` waits before it says what for."""
@@ -64,7 +64,7 @@ class Copier:
     # From here on in the thread.
 
     def _work(self) -> None:
-        step_back()
+        give_way()
         while (folder := self._next()) is not None:
             try:
                 if not self._cleaned:  # what earlier runs have left; nothing of ours is on its way yet

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from shoal.checkpoint.folder import Found, look, open_folder
+from shoal.checkpoint.folder import Found, glance, open_folder
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.world.world import World
@@ -49,7 +49,7 @@ class Local:
         self.title = str(root)
 
     def candidates(self) -> list[Candidate]:
-        mine = [_candidate(found, number == 0) for number, found in enumerate(look(self._root))]
+        mine = [Candidate(name, o.step, o.latest, o.written) for name, o in glance(self._root).items()]
         listed = self._world.gather_values([[c.name, c.step, c.latest, c.written] for c in mine])
         for rank, theirs in enumerate(listed):
             if theirs != listed[0]:
@@ -105,11 +105,5 @@ def _tell(world: World, problems: Sequence[str], remedy: str) -> None:
             print(f"shoal: a checkpoint is damaged ({problem}); {remedy}.", file=sys.stderr)
 
 
-def _candidate(found: Found, first: bool) -> Candidate:
-    if found.manifest is None:
-        return Candidate(found.name, -1, first)
-    return Candidate(found.name, found.manifest.step, first, found.manifest.written)
-
-
-def _newest(listed: Sequence[Sequence[object]]) -> str:
-    return f"step {listed[0][1]}" if listed else "no checkpoint"
+def _newest(listed: Sequence[Sequence[Any]]) -> str:
+    return f"step {max(int(entry[1]) for entry in listed)}" if listed else "no checkpoint"

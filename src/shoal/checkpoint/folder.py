@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.checkpoint.manifest import FILE, Manifest, seal, unseal
 from shoal.checkpoint.shard import write_file
@@ -86,6 +87,32 @@ def look(root: Path) -> list[Found]:
     found = [open_folder(folder) for folder in _folders(root)]
     last = {f.name: _rank(f) for f in found}
     return sorted(found, key=lambda f: (f.name == first, last[f.name]), reverse=True)
+
+
+class Outline(NamedTuple):
+    """What is cheap to know of a checkpoint."""
+
+    folder: Path
+    step: int
+    """-1 where its manifest cannot be read."""
+    written: str
+    latest: bool
+
+
+def glance(root: Path) -> dict[str, Outline]:
+    """The checkpoints of a folder by name, without a look at their tensors; at most one of them is the latest."""
+    found: dict[str, Outline] = {}
+    for folder in _folders(root) if root.is_dir() else ():
+        try:
+            body = unseal((folder / FILE).read_bytes())
+            step, written = int(body["step"]), str(body["written"])
+        except (OSError, ValueError, KeyError, TypeError):
+            step, written = -1, ""
+        found[Found(folder, None).name] = Outline(folder, step, written, False)
+    first = latest(root)
+    if first not in found:  # then the newest is
+        first = max(found, key=lambda name: (found[name].step, found[name].written), default=None)
+    return {name: outline._replace(latest=name == first) for name, outline in found.items()}
 
 
 def open_folder(folder: Path) -> Found:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.folder import flush, look, temporary
+from shoal.checkpoint.folder import flush, glance, temporary
 from shoal.checkpoint.remote import Remote
 from shoal.config import fill_options, parse_call
 from shoal.errors import ConfigError
@@ -86,13 +86,11 @@ class Keep:
 
 def prune(root: Path, keep: Keep, spare: Collection[str] = ()) -> list[str]:
     """Remove what does not stay from a folder of checkpoints, but not what is spared; returns the names removed."""
-    found = look(root)
-    steps = [f.manifest.step if f.manifest is not None else -1 for f in found]
-    listed = [(f.name, step, number == 0) for number, (f, step) in enumerate(zip(found, steps, strict=True))]
-    where = {f.name: f.folder for f in found}
+    found = glance(root)
+    listed = [(name, outline.step, outline.latest) for name, outline in found.items()]
     gone = []
     for name in keep.victims(listed):
-        if name not in spare and remove(where[name]):
+        if name not in spare and remove(found[name].folder):
             gone.append(name)
     return gone
 

@@ -10,18 +10,20 @@ Ranks tell rank 0 of their files through the folder itself, so the threads need 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
-import xxhash
 
 import shoal
 from shoal.checkpoint import folder as folders
@@ -29,7 +31,7 @@ from shoal.checkpoint.manifest import FILE, FileFacts, Logical, Manifest, Slice,
 from shoal.checkpoint.peers import Peers
 from shoal.checkpoint.plan import Holding, Write, assign
 from shoal.checkpoint.region import Region
-from shoal.checkpoint.shard import DTYPES, NAMES, Slot, checksum, head, place, write_file
+from shoal.checkpoint.shard import DTYPES, NAMES, PAGE, Slot, checksum, head, place, write_block, write_file
 from shoal.errors import ConfigError
 from shoal.world.world import World
 
@@ -66,42 +68,51 @@ class Saver:
         self._world, self._root, self._after, self._peers = world, root, after, peers
         self._token = world.gather_values(f"{time.time_ns():x}-{os.getpid():x}")[0]
         self._turn = 0
-        self._known: list[float] = []
+        self._known: list[Holding] | None = None
         self._writes: list[Write] = []
         self._slots: list[Slot] = []
+        self._targets: list[torch.Tensor] = []
+        """Where in the block each write is copied to."""
+        self._begin = self._end = 0
+        """Where the tensors are in the block."""
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
+        self._committed, self._idle = threading.Event(), threading.Event()
+        self._committed.set()
+        self._idle.set()
         self._error: Exception | None = None
         self._deadline = math.inf
+        self._threaded = False
         self.stalled = 0.0
         """Seconds for which the last save kept the training waiting."""
 
     def save(self, state: State, facts: Facts, urgent: bool = False) -> None:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
 
-        Unless it is urgent, it leaves the processor to the training where both want it.
+        An urgent one is written here and now; others by a thread that leaves the processor to the training.
         """
         begin = time.perf_counter()
-        self.wait()
+        self.rest()
         self._plan([holding for holding, _ in state])
-        for write, slot in zip(self._writes, self._slots, strict=True):
-            target = self._block[slot.start : slot.stop].view(slot.dtype)
-            copy_flat(state[write.holding][1], write.start, target)
+        if self._writes:
+            sources = [_elements(state[write.holding][1], write) for write in self._writes]
+            torch._foreach_copy_(self._targets, sources)
         self._turn += 1
         written = folders.temporary(self._root, facts.name, f"{self._token}-{self._turn}")
         paths = [state[write.holding][0].path for write in self._writes]
-        # A daemon: a run that fails must end. One that does not fail waits for it.
-        self._thread = threading.Thread(
-            target=self._work, args=(written, paths, facts, urgent), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._committed.clear()
+        self._idle.clear()
+        if urgent:
+            self._work(written, paths, facts)
+        else:
+            self._start()
+            self._jobs.put(lambda: self._work(written, paths, facts))
         self.stalled = time.perf_counter() - begin
 
     def wait(self) -> None:
         """Until the last save is on disk; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._committed.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise ConfigError(
@@ -109,35 +120,47 @@ class Saver:
                 "free some space, or choose another folder."
             ) from error
 
+    def rest(self) -> None:
+        """Until nothing is left to do; raises what went wrong."""
+        self._idle.wait()
+        self.wait()
+
     def abandon(self) -> None:
         """The run has failed: let what is nearly done come to its end, and wait for nobody who may be gone."""
         self._deadline = time.monotonic() + _GRACE
-        if self._thread is not None:
-            self._thread.join(2 * _GRACE)
+        self._committed.wait(2 * _GRACE)
 
-    def _plan(self, mine: Sequence[Holding]) -> None:
+    def _start(self) -> None:
+        """Have a thread, waiting: a new one would take the interpreter at once, from the training."""
+        if not self._threaded:
+            self._threaded = True
+            # A daemon: a run that fails must end. One that does not fail waits for it.
+            threading.Thread(target=_run, args=(self._jobs,), name="checkpoint", daemon=True).start()
+
+    def _plan(self, mine: list[Holding]) -> None:
         """Agree on who writes what, if that has changed since the last time."""
-        listed = [[h.path, list(h.region.shape), *h.region.to_json(), NAMES[h.dtype], h.shared] for h in mine]
-        signs = self._world.gather_numbers([float(xxhash.xxh32_intdigest(repr(listed).encode()))])[
-            :, 0
-        ].tolist()
-        if signs == self._known:
+        changed = self._world.gather_numbers([float(mine != self._known)])
+        if not changed.any():
             return
-        self._known = signs
+        self._known = mine
+        listed = [[h.path, list(h.region.shape), *h.region.to_json(), NAMES[h.dtype], h.shared] for h in mine]
         everyone = [[_holding(entry) for entry in theirs] for theirs in self._world.gather_values(listed)]
         writes = assign(everyone)[self._world.rank]
         # The widest numbers first: then each tensor begins where one of its kind may.
         self._writes = sorted(writes, key=lambda write: -mine[write.holding].dtype.itemsize)
         self._slots = place([_slot(write, mine[write.holding]) for write in self._writes])
-        size = self._slots[-1].stop if self._slots else 0
-        if self._block.numel() < size:
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+        header = head(self._slots, PAGE)
+        self._begin = len(header)
+        self._end = self._begin + (self._slots[-1].stop if self._slots else 0)
+        if self._block.numel() < self._end:
+            self._block = _room(self._end, pinned=self._world.device.type == "cuda")
+        data = self._block[self._begin : self._end]
+        self._targets = [data[slot.start : slot.stop].view(slot.dtype) for slot in self._slots]
+        self._block[: self._begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    # From here on in the thread.
+    # From here on in the thread, or where it is urgent.
 
-    def _work(self, written: Path, paths: Sequence[str], facts: Facts, urgent: bool) -> None:
-        if not urgent:
-            step_back()
+    def _work(self, written: Path, paths: Sequence[str], facts: Facts) -> None:
         try:
             written.mkdir(parents=True, exist_ok=True)
             self._write(written, paths)
@@ -146,22 +169,24 @@ class Saver:
                 manifest = self._commit(written, self._root / facts.name, facts)
             if self._peers is not None:
                 self._peers.finish(written.name, facts.name, manifest)
+            self._committed.set()
             if self._world.rank == 0:
                 self._after(self._root / facts.name)
         except (OSError, RuntimeError, ValueError) as error:  # the next call of `wait` raises it
             self._error = error
+        finally:
+            self._committed.set()
+            self._idle.set()
 
     def _write(self, written: Path, paths: Sequence[str]) -> None:
         name = f"rank-{self._world.rank:04}.safetensors"
-        header = head(self._slots)
-        size = self._slots[-1].stop if self._slots else 0
-        data = memoryview(self._block.numpy().data)[:size]
-        sums = [checksum(data[slot.start : slot.stop]) for slot in self._slots]
-        write_file(written / name, [header, data])
+        block = memoryview(self._block.numpy().data)[: self._end]
+        sums = [checksum(block[self._begin + slot.start : self._begin + slot.stop]) for slot in self._slots]
+        write_block(written / name, block)
         if self._peers is not None:
-            self._peers.put(written.name, name, [header, data])
+            self._peers.put(written.name, name, [block])
         report = {
-            "file": {"name": name, "bytes": len(header) + size, "head": checksum(header)},
+            "file": {"name": name, "bytes": len(block), "head": checksum(block[: self._begin])},
             "slices": [
                 [path, NAMES[slot.dtype], list(write.region.shape), slot.key, write.region.to_json(), total]
                 for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
@@ -212,14 +237,11 @@ class Saver:
         return unseal(part.read_bytes())
 
 
-def copy_flat(source: torch.Tensor, start: int, target: torch.Tensor) -> None:
-    """Copy elements of a tensor, counted flat from `start`, until a flat target is full."""
-    if source.is_contiguous():
-        target.copy_(source.view(-1)[start : start + target.numel()])
-    elif target.numel() == source.numel():
-        target.view(source.shape).copy_(source)
-    else:
-        target.copy_(source.reshape(-1)[start : start + target.numel()])
+def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:
+    """What of a holding is written, flat."""
+    flat = tensor.reshape(-1)
+    count = write.region.numel
+    return flat if flat.numel() == count else flat[write.start : write.start + count]
 
 
 def _slot(write: Write, holding: Holding) -> tuple[str, torch.dtype, tuple[int, ...]]:
@@ -237,7 +259,22 @@ def _holding(entry: list[Any]) -> Holding:
     return Holding(path, Region.from_json(shape, [dim, spans, start, stop]), DTYPES[dtype], shared)
 
 
-def step_back() -> None:
-    """Let the training have the processor first."""
+def give_way() -> None:
+    """Let others have the processor before this thread does; where that is not allowed, it stays as it is."""
     with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it may wait its turn when it wakes up
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _run(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    give_way()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # or it would keep its saver alive
+
+
+def _room(size: int, pinned: bool) -> torch.Tensor:
+    """Memory that begins at a page."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

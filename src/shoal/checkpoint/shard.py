@@ -10,10 +10,12 @@ and read in ranges without a copy of what is not wanted (docs/decisions/0016).
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +68,15 @@ def place(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[S
     return slots
 
 
-def head(slots: Sequence[Slot]) -> bytes:
-    """What stands before the data.
+PAGE = 4096
+"""Bytes: what goes past the page cache begins and ends at multiples of it, in memory and in the file."""
 
-    >>> len(head(place([("weight", torch.float32, (4, 3))]))) % 8
-    0
+
+def head(slots: Sequence[Slot], align: int = 8) -> bytes:
+    """What stands before the data, as long as a multiple of `align`.
+
+    >>> len(head(place([("weight", torch.float32, (4, 3))]), align=PAGE))
+    4096
     """
     entries = {
         slot.key: {
@@ -81,7 +87,7 @@ def head(slots: Sequence[Slot]) -> bytes:
         for slot in slots
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % align)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -102,6 +108,29 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         os.close(descriptor)
 
 
+def write_block(path: Path, block: memoryview) -> None:
+    """Write one block of memory, past the page cache where that can be done, and see it on the disk.
+
+    The cache would cost a copy of every byte, and once more time when the file is removed: time of the training.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        done = 0
+        with suppress(
+            OSError
+        ):  # some file systems cannot; and memory that begins anywhere cannot be written so
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            while done < len(block) // PAGE * PAGE:
+                done += os.write(descriptor, block[done : min(done + _CHUNK, len(block) // PAGE * PAGE)])
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        while done < len(block):
+            done += os.write(descriptor, block[done : done + _CHUNK])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class ShardFile:
     """A file open for reading. Its bytes are mapped: only what is looked at is read."""
 
@@ -112,6 +141,9 @@ class ShardFile:
             raise ValueError(f"it has {size} bytes")
         # A private map: torch takes no memory that cannot be written to, and nothing written would reach the file.
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # The disk may read far ahead: what is looked at page by page would come in small pieces.
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.size = size
         length = int.from_bytes(self._map[:8], "little")

@@ -35,18 +35,17 @@ def _verify_file(folder: Path, manifest: Manifest, name: str) -> Iterator[str]:
             yield f"{path}: its header does not match its checksum"
             return
         slots, seen = shard.header(), 0
-        for title, tensor in manifest.tensors.items():
-            for piece in tensor.slices:
-                if piece.file != name:
-                    continue
-                slot = slots.get(piece.key)
-                size = piece.region.numel * tensor.dtype.itemsize
-                if slot is None or slot.dtype != tensor.dtype or slot.stop - slot.start != size:
-                    yield f"{path}: '{title}' is not what the manifest says"
-                    continue
-                seen += slot.stop - slot.start
-                if shard.checksum(slot) != piece.checksum:
-                    yield f"{path}: '{title}' does not match its checksum"
+        here = [(t, m, p) for t, m in manifest.tensors.items() for p in m.slices if p.file == name]
+        # In the order of the file: so the disk can read ahead.
+        here.sort(key=lambda entry: slots[entry[2].key].start if entry[2].key in slots else 0)
+        for title, tensor, piece in here:
+            slot, size = slots.get(piece.key), piece.region.numel * tensor.dtype.itemsize
+            if slot is None or slot.dtype != tensor.dtype or slot.stop - slot.start != size:
+                yield f"{path}: '{title}' is not what the manifest says"
+                continue
+            seen += size
+            if shard.checksum(slot) != piece.checksum:
+                yield f"{path}: '{title}' does not match its checksum"
         if seen != shard.size - shard.begin:
             yield f"{path} holds {shard.size - shard.begin} bytes of tensors, and the manifest knows of {seen}"
     except (ValueError, KeyError, TypeError) as error:

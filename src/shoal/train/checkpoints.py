@@ -18,7 +18,7 @@ from shoal.checkpoint.save import Facts, Saver
 from shoal.errors import ConfigError
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
-from shoal.train.state import collect, restore, restore_optimizer
+from shoal.train.state import Memo, collect, restore, restore_optimizer
 
 PEER = "peer"
 
@@ -57,6 +57,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._peers: Peers | None = None
         self._copiers: list[Copier] = []
+        self._memo: Memo = {}
         self._remotes: list[Remote] = []
         root = wishes.root
         if root is None:
@@ -78,7 +79,7 @@ class Checkpoints:
     def begin(self, name: str, progress: Progress) -> None:
         """Save without waiting for the disk. Every rank calls it."""
         if self._saver is not None:
-            self._saver.save(collect(self._parts.whole), self._facts(name, progress))
+            self._saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress))
 
     def save(self, name: str, progress: Progress, root: Path | None = None) -> None:
         """Save, and return when it is on disk. Every rank calls it."""
@@ -88,14 +89,14 @@ class Checkpoints:
             raise ConfigError(
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
-        saver.save(collect(self._parts.whole), self._facts(name, progress), urgent=True)
+        saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress), urgent=True)
         saver.wait()
         self._parts.world.barrier()
 
     def wait(self) -> None:
         """Until everything begun is on disk, and the copies are where they belong."""
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.rest()
         for copier in self._copiers:
             copier.close()
 

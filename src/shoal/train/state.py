@@ -25,10 +25,13 @@ from shoal.errors import ConfigError
 from shoal.exchange.base import Held
 from shoal.train.whole import Whole
 
+Memo = dict[tuple[str, int, int, torch.dtype], Holding]
+"""What has been worked out before: training waits while it is collected, and it is most often the same."""
 
-def collect(whole: Whole) -> State:
+
+def collect(whole: Whole, memo: Memo) -> State:
     """What this worker holds, and where it belongs. Every rank calls it."""
-    return [*_parameters(whole), *_optimizer(whole), *_buffers(whole)]
+    return [*_parameters(whole, memo), *_optimizer(whole, memo), *_buffers(whole)]
 
 
 def restore(whole: Whole, reader: Reader) -> None:
@@ -62,26 +65,33 @@ def restore_optimizer(whole: Whole, reader: Reader) -> None:
         exchange.optimizer.state[target.tensor] = mine
 
 
-def _parameters(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
+def _parameters(whole: Whole, memo: Memo) -> Iterator[tuple[Holding, torch.Tensor]]:
     for held in whole.exchange.held():
-        region = _region(whole, held)
-        if held.name in whole.same or (region.numel == 0 and Region.whole(region.shape).numel):
-            continue
-        yield Holding(f"parameter/{held.name}", region, held.tensor.dtype), held.tensor
+        holding = _holding(whole, memo, f"parameter/{held.name}", held, held.tensor)
+        nothing = holding.region.numel == 0 and Region.whole(holding.region.shape).numel > 0
+        if held.name not in whole.same and not nothing:
+            yield holding, held.tensor
 
 
-def _optimizer(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
+def _optimizer(whole: Whole, memo: Memo) -> Iterator[tuple[Holding, torch.Tensor]]:
     state: Mapping[torch.Tensor, Mapping[str, Any]] = whole.exchange.optimizer.state
     for target in whole.exchange.targets():
         if target.name in whole.same or target.tensor not in state:
             continue
         for key, given in state[target.tensor].items():
-            if given is None:
-                continue
-            value = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(given)
-            like = value.dim() > 0 and value.shape == target.tensor.shape
-            region = _region(whole, target) if like else Region.whole(value.shape)
-            yield Holding(f"optimizer/{key}/{target.name}", region, value.dtype), value
+            if given is not None:
+                value = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(given)
+                yield _holding(whole, memo, f"optimizer/{key}/{target.name}", target, value), value
+
+
+def _holding(whole: Whole, memo: Memo, path: str, held: Held, value: torch.Tensor) -> Holding:
+    """How a value that belongs to what is held of a parameter is stored."""
+    sign = (path, held.start, value.numel(), value.dtype)
+    if sign not in memo:
+        each = value.shape == held.tensor.shape and (value.dim() > 0 or value is held.tensor)
+        region = _region(whole, held) if each else Region.whole(value.shape)
+        memo[sign] = Holding(path, region, value.dtype)
+    return memo[sign]
 
 
 def _buffers(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
@@ -107,7 +117,7 @@ def _region(whole: Whole, held: Held) -> Region:
     stop = held.start + held.tensor.numel()
     piece = whole.layout.pieces.get(held.name)
     if piece is None:
-        return Region.whole(shape).within(held.start, stop)
+        return Region(shape, 0, ((0, shape[0]),) if shape else (), held.start, stop)
     spans = tuple(piece.spans(whole.layout.degree, whole.mesh.tensor.rank))
     return Region(shape, piece.dim, spans, held.start, stop)
 
