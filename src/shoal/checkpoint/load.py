@@ -14,6 +14,7 @@ from shoal.checkpoint.folder import Found
 from shoal.checkpoint.manifest import Logical, Manifest
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.shard import ShardFile, Slot
+from shoal.world.memory import put
 
 
 class Reader:
@@ -57,7 +58,7 @@ class Reader:
             if low < high:
                 stored = self._stored(piece.file, piece.key)
                 first = piece.region.start
-                flat[low - region.start : high - region.start].copy_(stored[low - first : high - first])
+                put(flat[low - region.start : high - region.start], stored[low - first : high - first])
 
     def _whole(self, path: str, tensor: Logical) -> torch.Tensor:
         if self._joined is not None and self._joined[0] == path:

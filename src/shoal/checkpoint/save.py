@@ -33,6 +33,7 @@ from shoal.checkpoint.plan import Holding, Write, assign
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.shard import DTYPES, NAMES, PAGE, Slot, checksum, head, place, write_block, write_file
 from shoal.errors import ConfigError
+from shoal.world.memory import put
 from shoal.world.world import World
 
 State = Sequence[tuple[Holding, torch.Tensor]]
@@ -95,9 +96,8 @@ class Saver:
         begin = time.perf_counter()
         self.rest()
         self._plan([holding for holding, _ in state])
-        if self._writes:
-            sources = [_elements(state[write.holding][1], write) for write in self._writes]
-            torch._foreach_copy_(self._targets, sources)
+        for write, target in zip(self._writes, self._targets, strict=True):
+            put(target, _elements(state[write.holding][1], write))
         self._turn += 1
         written = folders.temporary(self._root, facts.name, f"{self._token}-{self._turn}")
         paths = [state[write.holding][0].path for write in self._writes]

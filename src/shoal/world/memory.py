@@ -148,6 +148,15 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     _MEMCPY(target.data_ptr(), source.data_ptr(), min(source.nbytes, target.nbytes))
 
 
+def put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a flat tensor into another of its size: as bytes where both are plain memory with the same numbers."""
+    plain = source.device.type == target.device.type == "cpu" and source.dtype == target.dtype
+    if plain and source.is_contiguous() and target.is_contiguous():
+        copy(target, source)
+    else:
+        target.copy_(source)
+
+
 def _map(fd: int, nbytes: int, at_once: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
     # Populating now takes the page faults out of the first collective; kernels before 5.14 cannot do it.
