@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from shoal.blocks import find_blocks
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
+from shoal.train.build import Order, build
 from shoal.train.recompute import recompute_blocks
+from shoal.train.step import run_step
 from shoal.world.world import World
 
 SHARES = {2: (5, 0), 3: (1, 7, 3), 4: (4, 0, 1, 6)}
@@ -267,3 +270,30 @@ def test_a_layer_of_another_class_is_refused_and_nothing_changed(make_norm: Any)
     with pytest.raises(ConfigError, match="cannot take over layer '1', a "):
         sync_batchnorm(model, World.alone(), Presence())
     assert type(model[0]) is nn.BatchNorm1d
+
+
+def tracked(world: World, strategy: str) -> list[float]:
+    """Batches that the layer has seen on each worker, where the second has samples in few steps."""
+    x = torch.randn(33, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    order = Order(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+        loss=lambda output, batch: ((output - batch[1]) ** 2).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(x, x[:, :1]),  # type: ignore[arg-type]
+        global_batch=8,
+        strategy=strategy,
+        precision="fp64",
+        partition="hash(k)",
+        columns={"k": [7] * 33},
+    )
+    _, parts = build(order, world, record="")
+    for number in range(3):
+        run_step(parts, number)
+    seen = float(dict(parts.model.named_buffers())["1.num_batches_tracked"])
+    return world.gather_numbers([seen])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_filler_leaves_no_trace(strategy: str) -> None:
+    """All samples have one key, so one worker has all of them and the other computes fillers of one sample."""
+    assert sorted(spawn(tracked, 2, strategy)[0]) == [0.0, 3.0]

@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+import shoal.checkpoint.save as save_module
 from shoal.checkpoint.convert import import_checkpoint
 from shoal.checkpoint.folder import latest, look, open_folder
 from shoal.checkpoint.keep import Keep
@@ -308,7 +309,7 @@ def test_dying_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
         loop.checkpoints.save("final", Progress(number))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "latest"]
     (tmp_path / "final").rename(tmp_path / ".final.old")  # the moment between the two renames
-    (tmp_path / ".step-3.token").mkdir()
+    (tmp_path / ".step-3.token.shoal").mkdir()
     again = one_linear(tmp_path, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
     assert again.checkpoints.resume().step == 2
     again.checkpoints.save("final", Progress(3))
@@ -346,3 +347,128 @@ def test_a_run_begins_with_imported_weights(tmp_path: Path) -> None:
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert len(list(loop.steps(2, Progress()))) == 2
+
+
+class Warming(nn.Module):
+    """Dropout that begins with the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 9)
+        self.drop = nn.Dropout(0.0)
+        self.last = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.drop(self.first(x)))
+        return out
+
+
+def test_a_model_that_draws_later_draws_the_same_after_a_restart(tmp_path: Path) -> None:
+    losses = []
+    for stops in ([6], [4, 6]):
+        seen_losses: dict[int, float] = {}
+        for stop in stops:
+            loop = one_linear(tmp_path / f"{len(stops)}", Warming, adamw)
+            progress = loop.checkpoints.resume()
+            if progress.step > 2:
+                loop.parts.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
+            for report in loop.steps(6, progress):
+                seen_losses[report.number] = report.loss
+                if report.number == 2:
+                    loop.parts.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
+                if report.number == stop:
+                    break
+        losses.append(seen_losses)
+    assert losses[0] == losses[1]
+
+
+def plain(folder: Path, steps: int = 0) -> Loop:
+    loop = one_linear(folder, lambda: nn.Sequential(nn.Linear(5, 3)), adamw)
+    if steps:
+        list(loop.steps(steps, loop.checkpoints.resume()))
+    return loop
+
+
+def test_nothing_of_the_users_own_is_touched(tmp_path: Path) -> None:
+    for name in (".git", ".cache", "plots"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    (tmp_path / "notes").touch()
+    loop = plain(tmp_path, 2)
+    for name in ("plots", "notes"):
+        with pytest.raises(ConfigError, match=f"{name} is there already and is no checkpoint"):
+            loop.checkpoints.save(name, Progress(2))
+    assert plain(tmp_path).checkpoints.resume().step == 2
+    assert all((tmp_path / name / "mine").exists() for name in (".git", ".cache", "plots"))
+    assert (tmp_path / "notes").is_file()
+
+
+def test_a_lost_manifest_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain(tmp_path, 3)
+    (tmp_path / "step-3" / "manifest.json").unlink()
+    assert plain(tmp_path).checkpoints.resume().step == 2
+    told = capsys.readouterr().err
+    assert "step-3/manifest.json cannot be used" in told
+    assert "step-3 is of another future and is called step-3.abandoned now" in told
+    plain(tmp_path, 4)
+    assert [found.name for found in look(tmp_path)] == ["step-4", "step-3"], "of the new future"
+    for step in (3, 4):
+        (tmp_path / f"step-{step}" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="none of the 2 checkpoints"):
+        plain(tmp_path).checkpoints.resume()
+
+
+def test_another_precision_goes_on(tmp_path: Path) -> None:
+    list(make_loop(World.alone(), tmp_path, "solo", CASES["nadam"]).steps(3, Progress()))
+    loop = make_loop(World.alone(), tmp_path, "solo", {**CASES["nadam"], "precision": "fp64"})
+    reports = list(loop.steps(6, loop.checkpoints.resume()))
+    assert [report.number for report in reports] == [4, 5, 6]
+    state = loop.parts.exchange.optimizer_state()
+    assert state["first.weight"]["exp_avg"].dtype == torch.float64
+
+
+def fail_on_one_rank(world: World, root: str) -> tuple[str, str, int]:
+    """The second worker's disk is full once: what the others are told, and whether the next save is right."""
+    loop = make_loop(world, Path(root), "ddp", CASES["nadam"])
+    real = save_module.write_block
+
+    def full(path: Path, _: memoryview) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    if world.rank == 1:
+        save_module.write_block = full
+    told = []
+    for action in (
+        lambda: loop.checkpoints.save("now", Progress(1)),
+        lambda: (loop.checkpoints.begin("later", Progress(1)), loop.checkpoints.wait()),
+    ):
+        try:
+            action()
+            told.append("nothing")
+        except ConfigError as error:
+            told.append(str(error))
+    save_module.write_block = real
+    world.barrier()
+    loop.checkpoints.save("again", Progress(2))
+    assert [p.name for p in Path(root).iterdir() if p.name.startswith(".")] == []
+    return told[0], told[1], make_loop(world, Path(root), "ddp", CASES["nadam"]).checkpoints.resume().step
+
+
+def test_a_full_disk_of_one_worker_fails_the_save_everywhere(tmp_path: Path) -> None:
+    for now, later, step in spawn(fail_on_one_rank, 2, str(tmp_path)):
+        assert "No space left on device" in now
+        assert "No space left on device" in later
+        assert step == 2
+
+
+def test_a_script_that_ends_in_the_middle_of_its_loop_keeps_its_checkpoint(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import time\nimport shoal.checkpoint.save as save\nreal = save.write_block\n"
+        "def slow(*given):\n    time.sleep(1)\n    real(*given)\n"
+        "save.write_block = slow\n"
+        "run = shoal.Run(**settings, checkpoint='kept', checkpoint_every=2)\nsteps = run.steps(12)\n"
+        "for _ in range(2):\n    next(steps)\n",
+    )
+    assert python(tmp_path, script).code == 0
+    assert latest(tmp_path / "kept") == "step-2"

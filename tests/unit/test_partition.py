@@ -179,8 +179,8 @@ def test_skew() -> None:
     ("text", "words"),
     [
         ("blok", "unknown partition 'blok'; did you mean 'block'?"),
-        ("block(shares=2/0)", "shares=2/0: give each worker a number above 0, joined by '/'"),
-        ("block(shares=2/-1)", "shares=2/-1: give each worker a number above 0"),
+        ("block(shares=2/0)", "shares=2/0: give each worker a number from 1e-6 to 1e6, joined by '/'"),
+        ("block(shares=2/-1)", "shares=2/-1: give each worker a number from 1e-6 to 1e6"),
         ("block(shares=a/b)", "shares=a/b: give each worker"),
         ("block(shares=nan)", "shares=nan: give each worker"),
         ("block(shares=1/inf)", "shares=1/inf: give each worker"),

@@ -2,7 +2,7 @@
 
     runs/first/step-300/manifest.json, rank-0000.safetensors, …     a checkpoint
     runs/first/latest                                               the name of the newest
-    runs/first/.step-400.<token>/                                   one being written, or what a crash has left of it
+    runs/first/.step-400.<token>.shoal/                             one being written, or what a crash has left of it
 
 A checkpoint is written under a name of its own, flushed, and renamed; then the folder is flushed; `latest` moves
 last. So whatever moment the processes die at, every folder with a plain name is whole.
@@ -11,6 +11,7 @@ last. So whatever moment the processes die at, every folder with a plain name is
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from shoal.checkpoint.shard import write_file
 from shoal.errors import ConfigError
 
 LATEST = "latest"
+_OURS = ".shoal"
+"""The end of names that nobody else gives: `clean` removes no other folder."""
+ABANDONED = ".abandoned"
+"""The end of the names of checkpoints that a run has gone back behind; kept, and never looked at."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,30 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_target(root: Path, name: str) -> None:
+    """Refuse to put a checkpoint in the place of something else."""
+    final = root / check_name(name)
+    ours = (final / FILE).exists() or (final.is_dir() and _has_shards(final))
+    if (final.exists() or final.is_symlink()) and not ours:
+        raise ConfigError(f"{final} is there already and is no checkpoint; choose another name.")
+
+
+def abandon(root: Path, step: int) -> list[str]:
+    """Set aside the automatic checkpoints of later steps: a run goes on from `step`, and they are of another future."""
+    gone = []
+    for name, outline in glance(root).items():
+        match = re.fullmatch(r"step-([0-9]+)", name)
+        if match is not None and int(match[1]) > step:
+            away = root / f"{name}{ABANDONED}"
+            shutil.rmtree(away, ignore_errors=True)
+            os.rename(outline.folder, away)
+            gone.append(name)
+    return gone
+
+
 def temporary(root: Path, name: str, token: str) -> Path:
     """Where the checkpoint `name` is written before it is one."""
-    return root / f".{name}.{token}"
+    return root / f".{name}.{token}{_OURS}"
 
 
 def commit(written: Path, final: Path) -> None:
@@ -128,11 +154,13 @@ def clean(root: Path) -> None:
     """Remove what crashes have left. Nobody may be writing."""
     whole = {folder.name for folder in _folders(root)}
     for entry in root.iterdir():
-        if entry.name.startswith(".") and entry.name not in whole:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.startswith(f".{LATEST}."):
-                entry.unlink(missing_ok=True)
+        if not entry.name.startswith(".") or entry.name in whole or entry.is_symlink():
+            continue
+        replaced = entry.name.endswith(".old") and (entry / FILE).exists()
+        if entry.is_dir() and (entry.name.endswith(_OURS) or replaced):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif re.fullmatch(rf"\.{LATEST}\.[0-9]+", entry.name):
+            entry.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -148,11 +176,17 @@ def _folders(root: Path) -> Iterator[Path]:
     for entry in sorted(root.iterdir()):
         if not entry.is_dir():
             continue
+        if entry.name.endswith(ABANDONED):
+            continue
         if not entry.name.startswith("."):
-            if (entry / FILE).exists():
-                yield entry
+            if (entry / FILE).exists() or _has_shards(entry):
+                yield entry  # without a manifest it is damaged, and to be named
         elif entry.name.endswith(".old") and not (root / entry.name[1:-4]).exists():
             yield entry  # died between two renames
+
+
+def _has_shards(folder: Path) -> bool:
+    return next(folder.glob("rank-*.safetensors"), None) is not None
 
 
 def _rank(found: Found) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,8 +54,7 @@ class Peers:
     def put(self, turn: str, file: str, parts: Sequence[bytes | memoryview]) -> None:
         """Keep this rank's file in memory, and have the next host keep it too."""
         folder = self._root / turn
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / file, parts)
+        self._keep(folder, file, parts)
         if not self._several:
             return
         mine = torch.frombuffer(bytearray().join([file.encode().ljust(_NAME), *parts]), dtype=torch.uint8)
@@ -65,17 +65,28 @@ class Peers:
             theirs = torch.empty(int(size), dtype=torch.uint8)
             self._line.receive(theirs, rank).wait()
             data = memoryview(theirs.numpy().data)
-            write_file(folder / check_name(bytes(data[:_NAME]).decode().strip()), [data[_NAME:]])
+            self._keep(folder, check_name(bytes(data[:_NAME]).decode().strip()), [data[_NAME:]])
         for handle in sent:
             handle.wait()
+
+    def _keep(self, folder: Path, file: str, parts: Sequence[bytes | memoryview]) -> bool:
+        """Losing a copy is no reason to end a run: without one of its files, none of them is ever used."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / file, parts)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            text = f"a copy in memory failed ({folder}: {error.strerror}); training goes on without it"
+            print(f"shoal: {text}.", file=sys.stderr, flush=True)
+            return False
+        return True
 
     def finish(self, turn: str, name: str, manifest: bytes) -> None:
         """All files are there: make them a checkpoint, in place of the one before. Rank 0 knows the manifest."""
         if self._several:
             manifest = spread(self._line, manifest, 0)
-        if not self._leads:
+        if not self._leads or not self._keep(self._root / turn, FILE, [manifest]):
             return
-        write_file(self._root / turn / FILE, [manifest])
         shutil.rmtree(self._root / name, ignore_errors=True)
         os.rename(self._root / turn, self._root / name)
         for entry in self._root.iterdir():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -82,7 +83,7 @@ class Saver:
         self._committed, self._idle = threading.Event(), threading.Event()
         self._committed.set()
         self._idle.set()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._deadline = math.inf
         self._threaded = False
         self.stalled = 0.0
@@ -94,6 +95,7 @@ class Saver:
         An urgent one is written here and now; others by a thread that leaves the processor to the training.
         """
         begin = time.perf_counter()
+        folders.check_target(self._root, facts.name)
         self.rest()
         self._plan([holding for holding, _ in state])
         for write, target in zip(self._writes, self._targets, strict=True):
@@ -172,11 +174,25 @@ class Saver:
             self._committed.set()
             if self._world.rank == 0:
                 self._after(self._root / facts.name)
-        except (OSError, RuntimeError, ValueError) as error:  # the next call of `wait` raises it
+        except BaseException as error:  # the next call of `wait` raises it
             self._error = error
+            self._tell_of(error, written)
         finally:
             self._committed.set()
             self._idle.set()
+
+    def _tell_of(self, error: BaseException, written: Path) -> None:
+        """Let rank 0 not wait for a file that will not come; rank 0 removes what has been written."""
+        with suppress(OSError):
+            if self._world.rank == 0:
+                shutil.rmtree(written, ignore_errors=True)
+            else:
+                self._hand_in(written, {"error": str(getattr(error, "strerror", None) or error)})
+
+    def _hand_in(self, written: Path, report: Any) -> None:
+        part = written / f".part-{self._world.rank}"
+        write_file(part, [seal(report)])
+        os.replace(part, written / f"part-{self._world.rank}")
 
     def _write(self, written: Path, paths: Sequence[str]) -> None:
         name = f"rank-{self._world.rank:04}.safetensors"
@@ -192,9 +208,7 @@ class Saver:
                 for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
             ],
         }
-        part = written / f".part-{self._world.rank}"
-        write_file(part, [seal(report)])
-        os.replace(part, written / f"part-{self._world.rank}")
+        self._hand_in(written, report)
 
     def _commit(self, written: Path, final: Path, facts: Facts) -> bytes:
         files: dict[str, FileFacts] = {}
@@ -227,14 +241,15 @@ class Saver:
 
     def _report(self, part: Path) -> Any:
         """What a rank says of its file, once it has written it."""
-        deadline = time.monotonic() + _PATIENCE
+        begin, rank = time.monotonic(), part.name.removeprefix("part-")
         while not part.exists():
-            if time.monotonic() > deadline:
-                raise OSError(
-                    f"rank {part.name.removeprefix('part-')} has written no file in {_PATIENCE:.0f} s"
-                )
+            if time.monotonic() > min(begin + _PATIENCE, self._deadline):
+                raise OSError(f"rank {rank} has written no file in {time.monotonic() - begin:.0f} s")
             time.sleep(0.005)
-        return unseal(part.read_bytes())
+        report = unseal(part.read_bytes())
+        if "error" in report:
+            raise OSError(f"rank {rank}: {report['error']}")
+        return report
 
 
 def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Loader:
                 num_workers=self.feed.workers,
                 prefetch_factor=2,
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
-                generator=torch.Generator().manual_seed(self.feed.seed),
+                generator=torch.Generator().manual_seed(seeds.derive(self.feed.seed, "loader")),
             )
         )
 

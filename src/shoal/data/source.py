@@ -59,6 +59,7 @@ def is_plain(data: Source, collate: Collate | None) -> bool:
         collate is None
         and isinstance(data, TensorDataset)
         and type(data).__getitem__ is TensorDataset.__getitem__
+        and not hasattr(data, "__getitems__")
     )
 
 

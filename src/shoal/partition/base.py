@@ -66,6 +66,8 @@ class Partition(ABC):
     def weights(self, parts: int) -> Weights:
         """One weight a part: each worker's share, for all of its micro-batches alike."""
         shares = self._shares() or (1.0,)
+        if parts == 1:  # nothing to divide: one process alone, or the reference of `verify`
+            shares = (1.0,)
         if parts % len(shares):
             raise ConfigError(
                 f"shares={self.shares} are for {len(shares)} workers, and a step is cut into {parts} parts, which "
@@ -78,8 +80,8 @@ class Partition(ABC):
             shares = tuple(float(word) for word in self.shares.split("/")) if self.shares else ()
         except ValueError:
             shares = (0.0,)
-        if not all(0 < share < float("inf") for share in shares):
+        if not all(1e-6 <= share <= 1e6 for share in shares):
             raise ConfigError(
-                f"shares={self.shares}: give each worker a number above 0, joined by '/', as in shares=2/1/1."
+                f"shares={self.shares}: give each worker a number from 1e-6 to 1e6, joined by '/', as in shares=2/1/1."
             )
         return shares

@@ -9,8 +9,8 @@ Paper: Ioffe and Szegedy 2015, "Batch Normalization"; the rows are combined as i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,32 @@ class Presence:
     """
 
     counts: bool = True
+    own: Sequence[_BatchNorm] = ()
+    """Layers that see this worker's samples alone: a filler must neither reach their statistics nor be too short."""
+    _still: list[_BatchNorm] = field(default_factory=list)
+
+    def see(self, counts: bool) -> None:
+        """The next micro-batch has samples of this worker's own, or none."""
+        if counts != self.counts:
+            self.counts = counts
+            if counts:
+                for layer in self._still:
+                    layer.train()
+            else:
+                self._still = [layer for layer in self.own if layer.training]
+                for layer in self._still:
+                    layer.eval()
+
+
+def own_batchnorm(model: nn.Module) -> Presence:
+    """Let every batch normalisation see this worker's samples alone.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(8))
+    >>> own_batchnorm(model).see(False)
+    >>> model[0].training
+    False
+    """
+    return Presence(own=[module for module in model.modules() if isinstance(module, _BatchNorm)])
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_o
 from shoal.report.meter import Meter
 from shoal.tensor import loss_context
 from shoal.train import precision
-from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
+from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
 from shoal.train.divide import Divided, Found, Trial, divide, find_division
 from shoal.train.loss import Loss
@@ -211,7 +211,7 @@ def _cuts_parameters(plan: Plan) -> bool:
 
 def prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
     """Batch normalisation over all workers, and blocks that are computed twice."""
-    presence = Presence()
+    presence = Presence() if order.batchnorm == "sync" else own_batchnorm(model)
     if order.batchnorm == "sync":
         sync_batchnorm(model, mesh.data.apart(), presence)  # its sums go between the gradients' in any order
     if order.recompute == "blocks":

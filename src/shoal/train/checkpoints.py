@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.checkpoint.copies import Copier
 from shoal.checkpoint.find import Local, Place, find_whole
-from shoal.checkpoint.folder import check_name, clean
+from shoal.checkpoint.folder import ABANDONED, abandon, check_name, clean, glance
 from shoal.checkpoint.keep import Keep, prune
 from shoal.checkpoint.load import Reader
 from shoal.checkpoint.peers import Peers
@@ -18,7 +18,7 @@ from shoal.checkpoint.save import Facts, Saver
 from shoal.errors import ConfigError
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
-from shoal.train.state import Memo, collect, restore, restore_optimizer
+from shoal.train.state import Memo, check_types, collect, restore, restore_optimizer
 
 PEER = "peer"
 
@@ -46,7 +46,9 @@ class Wishes:
         for copy in listed:
             if copy != PEER and "://" not in copy:
                 raise ConfigError(f"copies: '{copy}' is neither 'peer' nor a URL such as s3://bucket/run.")
-        return Wishes(Path(root) if root is not None else None, every, Keep.of(keep), listed)
+        return Wishes(
+            Path(root).expanduser().absolute() if root is not None else None, every, Keep.of(keep), listed
+        )
 
 
 class Checkpoints:
@@ -65,11 +67,25 @@ class Checkpoints:
         if PEER in wishes.copies:
             self._peers = Peers(parts.world, root)
         self._remotes = [Remote(url) for url in wishes.copies if url != PEER]
+        check_types(parts.whole)
+        self._check_remotes(root)
         if parts.world.rank == 0:
-            for remote in self._remotes:
-                remote.check()
             self._copiers = [Copier(remote, wishes.keep) for remote in self._remotes]
         self._saver = Saver(parts.world, root, self._committed, self._peers)
+
+    def _check_remotes(self, root: Path) -> None:
+        """A mistyped address is refused; one that cannot be reached now is no reason not to go on from the folder."""
+        problem, world = "", self._parts.world
+        for remote in self._remotes if world.rank == 0 else ():
+            try:
+                remote.check()
+            except ConfigError as error:
+                problem = str(error)
+        problem, begun = world.gather_values([problem, bool(glance(root))])[0]
+        if problem and not begun:
+            raise ConfigError(problem)
+        if problem and world.rank == 0:
+            print(f"shoal: {problem}", file=sys.stderr)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is to be saved after so many steps."""
@@ -84,14 +100,21 @@ class Checkpoints:
     def save(self, name: str, progress: Progress, root: Path | None = None) -> None:
         """Save, and return when it is on disk. Every rank calls it."""
         check_name(name)
+        root = root.expanduser().absolute() if root is not None else None
         saver = self._saver if root is None or root == self._wishes.root else Saver(self._parts.world, root)
         if saver is None:
             raise ConfigError(
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
-        saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress), urgent=True)
-        saver.wait()
-        self._parts.world.barrier()
+        problem = ""
+        try:
+            saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress), urgent=True)
+            saver.wait()
+        except ConfigError as error:
+            problem = str(error)
+        for theirs in self._parts.world.gather_values(problem):  # all fail if one does
+            if theirs:
+                raise ConfigError(theirs)
 
     def wait(self) -> None:
         """Until everything begun is on disk, and the copies are where they belong."""
@@ -124,6 +147,10 @@ class Checkpoints:
         found = find_whole(world, places)
         if world.rank == 0 and root.is_dir():
             clean(root)
+            if found is not None and found.manifest is not None:
+                for name in abandon(root, found.manifest.step):
+                    text = f"{name} is of another future and is called {name}{ABANDONED} now"
+                    print(f"shoal: going on from {found.folder}; {text}.", file=sys.stderr)
         if found is None:
             return Progress()
         reader = Reader.of(found)
@@ -146,10 +173,19 @@ class Checkpoints:
         if parts.scale.dynamic and state["scale"] is not None:
             parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
         parts.count_per_sample = state["count_per_sample"]
+        by_module = state.get("streams", {}).get("by_module")
+        if by_module is not None:
+            parts.streams.go_on(by_module)
         if state["cursor"] is not None:
-            for sentence in parts.loader.go_on(reader.manifest.step, state["cursor"]):
-                if parts.world.rank == 0:
-                    print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
+            told = parts.loader.go_on(reader.manifest.step, state["cursor"])
+            before, now = state.get("sorted_by"), _sorted_by(parts)
+            if before and now and before != now and state["cursor"]["position"]:
+                told.append(
+                    f"this epoch was sorted by '{before}' and is sorted by '{now}' now: some of its samples come twice "
+                    "and others not at all"
+                )
+            for sentence in told if parts.world.rank == 0 else ():
+                print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
         return Progress(reader.manifest.step, state["schedule"])
 
     def _check_optimizer(self, reader: Reader) -> None:
@@ -171,7 +207,8 @@ class Checkpoints:
             "count_per_sample": parts.count_per_sample,
             "schedule": progress.schedule_now(),
             "cursor": parts.loader.cursor(progress.step).to_state(),
-            "streams": {"seed": parts.streams.seed, "keyed_by": ["seed", "step", "micro-batch"]},
+            "streams": {"seed": parts.streams.seed, "by_module": parts.streams.by_module},
+            "sorted_by": _sorted_by(parts),
             "replicas": parts.mesh.data.size,
             "ties": dict(parts.whole.shape.others),
         }
@@ -182,4 +219,13 @@ class Checkpoints:
         for copier in self._copiers:
             copier.add(folder)
         busy = {name for copier in self._copiers for name in copier.busy()}
-        prune(folder.parent, self._wishes.keep, busy)
+        try:
+            prune(folder.parent, self._wishes.keep, busy)
+        except OSError as error:
+            print(f"shoal: an old checkpoint could not be removed ({error}); it stays.", file=sys.stderr)
+
+
+def _sorted_by(parts: Parts) -> str:
+    """The column by which the order of samples is sorted in windows, if it is."""
+    partition = parts.loader.feed.partition
+    return partition.keyed_by if partition.reach else ""

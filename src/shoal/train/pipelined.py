@@ -87,7 +87,7 @@ class Chunk(nn.Module):
         load = job.loads[micro]
         if not job.measures:
             job.streams.begin(load.step, load.number)
-            job.presence.counts = load.counts
+            job.presence.see(load.counts)
         with job.precision.context(job.device):
             output = self.stage(None if self._first else received[: load.rows], load.inputs)
             if job.measures:
@@ -213,6 +213,7 @@ class Pipelined:
                 )
         except RuntimeError as error:  # torch wraps whatever a stage raises
             raise error.__cause__ or error from None
+        job.presence.see(True)
         self._sum_ties()
         self._exchange.collect()
         tally = Tally(sum(load.total for load in job.loads), sum(load.count for load in job.loads))

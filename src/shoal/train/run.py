@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -125,8 +126,8 @@ class Run:
         order = Order(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Order)})
         if launch.question:
             device = choose_device(self.device, launch.local_rank)
-            print(answer(order, launch.question, launch.size, device))
-            sys.exit(0)
+            print(answer(order, launch.question, launch.size, device), flush=True)
+            os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         self.world = World.open(launch, self.backend, self.device)
         atexit.register(self.world.close)
         self.plan, self._parts = build(order, self.world, launch.record)
@@ -148,6 +149,7 @@ class Run:
             self.progress,
         )
         self._progress = self._checkpoints.resume()
+        atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
 
     @property
     def module(self) -> nn.Module:
@@ -204,6 +206,9 @@ class Run:
         if self.progress:
             text = f"the largest part has {skew:.2f} × its share (over {steps} steps)"
             print(f"partition {self.partition}: {text}", file=sys.stderr)
+            if self.batchnorm == "own" and self._parts.presence.own and not loader.feed.partition.counted:
+                text = "batch normalisation is measured by the first worker, which may see few samples"
+                print(f"partition {self.partition}: {text}; consider batchnorm='sync'.", file=sys.stderr)
         return {"partition": self.partition, "skew": round(skew, 4)}
 
     def _log_folder(self) -> Path | None:

@@ -21,12 +21,23 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.plan import Holding
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import State
+from shoal.checkpoint.shard import NAMES
 from shoal.errors import ConfigError
 from shoal.exchange.base import Held
 from shoal.train.whole import Whole
 
 Memo = dict[tuple[str, int, int, torch.dtype], Holding]
 """What has been worked out before: training waits while it is collected, and it is most often the same."""
+
+
+def check_types(whole: Whole) -> None:
+    """Refuse now what could not be saved after hours of training."""
+    named = [(held.name, held.tensor) for held in whole.exchange.held()] + list(whole.buffers().items())
+    for name, tensor in named:
+        if tensor.dtype not in NAMES:
+            raise ConfigError(
+                f"'{name}' is of {tensor.dtype}, which a checkpoint cannot hold; use another type."
+            )
 
 
 def collect(whole: Whole, memo: Memo) -> State:
@@ -58,8 +69,8 @@ def restore_optimizer(whole: Whole, reader: Reader) -> None:
         size, mine = whole.shape.sizes[whole.first(target.name)], {}
         for key, path in entries.items():
             if key in each and reader.manifest.tensors[path].shape == tuple(size):
-                part = reader.read(path, _region(whole, target))
-                mine[key] = part.view(target.tensor.shape).to(target.tensor.device)
+                part = reader.read(path, _region(whole, target)).view(target.tensor.shape)
+                mine[key] = _like(part, target.tensor, reader.manifest, whole.first(target.name))
             else:
                 mine[key] = reader.read(path)
         exchange.optimizer.state[target.tensor] = mine
@@ -153,6 +164,13 @@ def _optimizer_entries(manifest: Manifest) -> dict[str, dict[str, str]]:
             _, key, name = path.split("/", 2)
             found.setdefault(name, {})[key] = path
     return found
+
+
+def _like(part: torch.Tensor, target: torch.Tensor, manifest: Manifest, name: str) -> torch.Tensor:
+    """State where its parameter is; and of the new type of its parameter, if that has changed."""
+    stored = manifest.tensors.get(f"parameter/{name}")
+    changed = stored is not None and stored.dtype != target.dtype and part.is_floating_point()
+    return part.to(target.device, target.dtype if changed else part.dtype)
 
 
 def _per_element(whole: Whole, manifest: Manifest, stored: Mapping[str, Mapping[str, str]]) -> set[str]:

@@ -39,7 +39,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
         with parts.split_loss():
             mine = accumulate(parts, number, portion, weight)
     if parts.streams.watching:
-        parts.streams.close_if_unused()
+        parts.streams.decide(parts.world)
     meter.mark("compute")
 
     tally = exchange.finish(mine)
@@ -80,7 +80,7 @@ def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Ta
         total = None
         if batch is not None:
             streams.begin(number, portion.first + i)
-            parts.presence.counts = counts
+            parts.presence.see(counts)
             total, n = forward(parts, batch)
             if streams.watching:
                 streams.settle()
@@ -89,6 +89,8 @@ def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Ta
                 losses.append(total.detach())
                 count += n
         parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
+        if not counts:
+            parts.presence.see(True)
     return Tally(sum([loss.item() for loss in losses]), count)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal import seeds
+from shoal.world.world import World
 
 
 class Streams:
@@ -28,9 +29,9 @@ class Streams:
             for name, module in model.named_modules()
             if name and not name.startswith(inside)
         ]
-        self._drawn = self._passed = False
+        self._drawn = False
         self.watching = True
-        """True until the first step is over: before that `settle` and `close_if_unused` have something to do."""
+        """True until the first step is over: before that `settle` and `decide` have something to do."""
 
     def begin(self, step: int, micro: int) -> None:
         """A forward pass of micro-batch `micro` of a step comes next."""
@@ -38,26 +39,33 @@ class Streams:
         if self._hooks:
             self._at, self._calls = (step, micro), {}
         if self.watching:
-            self._state = torch.get_rng_state()
+            self._state = _generators()
 
     def settle(self) -> None:
         """A forward pass is over. A model that has drawn nothing in its first step needs no streams by module."""
         if self.watching:
-            self._passed = True
             self._note()
 
-    def close_if_unused(self) -> None:
-        """A step is over: the first, if this worker had samples in it."""
-        if not self._passed:
-            return
-        if self.watching and not self._drawn:
+    def decide(self, world: World) -> None:
+        """The first step is over, and everybody is here: streams by module stay if anybody has drawn."""
+        self.go_on(bool(world.gather_numbers([float(self._drawn)]).any()))
+
+    @property
+    def by_module(self) -> bool | None:
+        """Whether modules have streams of their own; None before the first step. Part of a checkpoint."""
+        return None if self.watching else self._decided
+
+    def go_on(self, by_module: bool) -> None:
+        """As it was decided, here or in the run that goes on now."""
+        if not by_module:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-        self.watching = False
+        self.watching, self._decided = False, by_module
 
     def _note(self) -> None:
-        self._drawn = self._drawn or not torch.equal(self._state, torch.get_rng_state())
+        if not self._drawn:
+            self._drawn = any(not torch.equal(a, b) for a, b in zip(self._state, _generators(), strict=True))
 
     def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
         def begin(module: nn.Module, inputs: Any) -> None:
@@ -69,6 +77,12 @@ class Streams:
             calls = self._calls[name] = self._calls.get(name, 0) + 1
             seeds.set_stream(self.seed, "step", *self._at, name, calls)
             if self.watching:
-                self._state = torch.get_rng_state()
+                self._state = _generators()
 
         return begin
+
+
+def _generators() -> list[torch.Tensor]:
+    """Where the generators stand that modules draw from."""
+    cards = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *cards]
