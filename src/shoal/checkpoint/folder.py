@@ -62,7 +62,7 @@ def abandon(root: Path, step: int) -> list[str]:
     gone = []
     for name, outline in glance(root).items():
         match = re.fullmatch(r"step-([0-9]+)", name)
-        if match is not None and int(match[1]) > step:
+        if match is not None and (outline.step if outline.step >= 0 else int(match[1])) > step:
             away = root / f"{name}{ABANDONED}"
             shutil.rmtree(away, ignore_errors=True)
             os.rename(outline.folder, away)
