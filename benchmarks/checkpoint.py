@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exchange import SIZES, Case, Transformer, adamw, dataset, loss
+from exchange import SIZES, Case, Transformer, adamw, make_parts
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +41,6 @@ from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import Facts, Saver
 from shoal.checkpoint.verify import verify
 from shoal.testing.spawn import spawn
-from shoal.train.build import Order, build
 from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
@@ -54,16 +53,7 @@ T = TypeVar("T")
 
 
 def make(world: World, strategy: str, size: str) -> Parts:
-    case = Case(size, 8, 0, 0, ())
-    order = Order(
-        model=Transformer(*SIZES[case.size]),
-        loss=loss,
-        optimizer=adamw,
-        data=dataset(world, case),
-        global_batch=case.batch * world.size,
-        strategy=strategy,
-    )
-    parts = build(order, world, record="")[1]
+    parts = make_parts(world, Case(size, 8, 0, 0, ()), strategy)
     for number in range(2):
         run_step(parts, number)
     return parts

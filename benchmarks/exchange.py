@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.testing.spawn import spawn
 from shoal.train.build import Order, build
+from shoal.train.parts import Parts
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -97,7 +98,7 @@ def torch_loop(world: World, case: Case, model: nn.Module, optimizer: torch.opti
     return step
 
 
-def shoal_loop(world: World, case: Case, strategy: str) -> Stepper:
+def make_parts(world: World, case: Case, strategy: str) -> Parts:
     order = Order(
         model=Transformer(*SIZES[case.size]),
         loss=loss,
@@ -106,7 +107,11 @@ def shoal_loop(world: World, case: Case, strategy: str) -> Stepper:
         global_batch=case.batch * world.size,
         strategy=strategy,
     )
-    _, parts = build(order, world, record="")
+    return build(order, world, record="")[1]
+
+
+def shoal_loop(world: World, case: Case, strategy: str) -> Stepper:
+    parts = make_parts(world, case, strategy)
     return lambda number: void(run_step(parts, number))
 
 

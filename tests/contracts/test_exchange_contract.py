@@ -6,7 +6,7 @@ import pytest
 
 from shoal.exchange import TABLE
 from shoal.exchange.flat import FlatExchange
-from shoal.testing.parity import toy_parts
+from shoal.testing.parity import give_parameters, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.step import run_step
@@ -37,7 +37,7 @@ def hand_over(world: World) -> dict[tuple[str, str, str], float]:
             wanted = parts.exchange.parameters()
             for second in NAMES:
                 other = toy_parts(world, TOYS[toy], _cut_small(second, 0.004))
-                other.exchange.load_parameters(held)
+                give_parameters(other.exchange, held)
                 world.barrier()
                 other.exchange.load_optimizer_state(state)
                 for number in range(4, 8):

@@ -14,6 +14,7 @@ from shoal.exchange import make_exchange
 from shoal.exchange.base import Exchange, Setup, Tally
 from shoal.exchange.units import UnitOptions
 from shoal.exchange.zero3 import Zero3
+from shoal.testing.parity import give_parameters
 from shoal.testing.spawn import spawn
 from shoal.types import Call
 from shoal.world.mesh import Mesh
@@ -116,7 +117,7 @@ def compare(world: World) -> None:
     for first, second in (("ddp", "zero3"), ("zero3", "ddp")):
         for _ in range(2):
             step(running[first], models[first], world)
-        running[second].load_parameters(running[first].parameters())
+        give_parameters(running[second], running[first].parameters())
         running[second].load_optimizer_state(running[first].optimizer_state())
         losses = [step(running[n], models[n], world) for n in (first, second)]
         assert abs(losses[0] - losses[1]) < 1e-5
@@ -170,7 +171,7 @@ def evaluate_between(world: World) -> None:
     values = other.parameters()
     with torch.no_grad():
         model(TOKENS)
-    exchange.load_parameters(values)
+    give_parameters(exchange, values)
     model.eval(), plain.eval()
     for buffer, source in zip(model.buffers(), plain.buffers(), strict=True):
         buffer.copy_(source)

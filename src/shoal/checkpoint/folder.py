@@ -5,7 +5,7 @@
     runs/first/.step-400.<token>.shoal/                             one being written, or what a crash has left of it
 
 A checkpoint is written under a name of its own, flushed, and renamed; then the folder is flushed; `latest` moves
-last. So whatever moment the processes die at, every folder with a plain name is whole.
+last. So whatever moment the processes die at, what has a plain name was whole when it got it.
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ def clean(root: Path) -> None:
     for entry in root.iterdir():
         if not entry.name.startswith(".") or entry.name in whole or entry.is_symlink():
             continue
-        replaced = entry.name.endswith(".old") and (entry / FILE).exists()
-        if entry.is_dir() and (entry.name.endswith(_OURS) or replaced):
+        if entry.is_dir() and (entry.name.endswith(_OURS) or _is_replaced(entry)):
             shutil.rmtree(entry, ignore_errors=True)
         elif re.fullmatch(rf"\.{LATEST}\.[0-9]+", entry.name):
             entry.unlink(missing_ok=True)
@@ -174,15 +173,18 @@ def flush(path: Path) -> None:
 
 def _folders(root: Path) -> Iterator[Path]:
     for entry in sorted(root.iterdir()):
-        if not entry.is_dir():
-            continue
-        if entry.name.endswith(ABANDONED):
+        if not entry.is_dir() or entry.name.endswith(ABANDONED):
             continue
         if not entry.name.startswith("."):
             if (entry / FILE).exists() or _has_shards(entry):
                 yield entry  # without a manifest it is damaged, and to be named
-        elif entry.name.endswith(".old") and not (root / entry.name[1:-4]).exists():
+        elif _is_replaced(entry) and not (root / entry.name[1:-4]).exists():
             yield entry  # died between two renames
+
+
+def _is_replaced(entry: Path) -> bool:
+    """A checkpoint that another of its name was about to replace."""
+    return entry.name.endswith(".old") and (entry / FILE).exists()
 
 
 def _has_shards(folder: Path) -> bool:

@@ -86,15 +86,12 @@ class Saver:
         self._error: BaseException | None = None
         self._deadline = math.inf
         self._threaded = False
-        self.stalled = 0.0
-        """Seconds for which the last save kept the training waiting."""
 
     def save(self, state: State, facts: Facts, urgent: bool = False) -> None:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
 
         An urgent one is written here and now; others by a thread that leaves the processor to the training.
         """
-        begin = time.perf_counter()
         folders.check_target(self._root, facts.name)
         self.rest()
         self._plan([holding for holding, _ in state])
@@ -110,7 +107,6 @@ class Saver:
         else:
             self._start()
             self._jobs.put(lambda: self._work(written, paths, facts))
-        self.stalled = time.perf_counter() - begin
 
     def wait(self) -> None:
         """Until the last save is on disk; raises what went wrong with it."""

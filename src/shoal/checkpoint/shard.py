@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from shoal.errors import ConfigError
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,6 +43,16 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def check_type(name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that no file can hold."""
+    if dtype not in NAMES:
+        formats = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
+        raise ConfigError(
+            f"'{name}' is of {str(dtype).removeprefix('torch.')}, which a checkpoint cannot hold; "
+            f"convert it to one of {formats}."
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint.manifest import FileFacts
-from shoal.checkpoint.shard import NAMES, checksum, head, place, write_file
-from shoal.errors import ConfigError
+from shoal.checkpoint.shard import check_type, checksum, head, place, write_file
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,7 @@ def write_stream(
 ) -> Written:
     """Write tensors into one file, and see it on the disk before returning."""
     for key, leaf in leaves.items():
-        if leaf.dtype not in NAMES:
-            formats = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
-            raise ConfigError(
-                f"'{key}' is of {str(leaf.dtype).removeprefix('torch.')}, which a checkpoint cannot hold; "
-                f"convert it to one of {formats}."
-            )
+        check_type(key, leaf.dtype)
     # The widest numbers first: then each tensor begins where one of its kind may.
     keys = sorted(leaves, key=lambda key: -leaves[key].dtype.itemsize)
     slots = place([(key, leaves[key].dtype, leaves[key].shape) for key in keys])

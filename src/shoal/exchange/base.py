@@ -165,12 +165,6 @@ class Exchange(ABC):
         named = self.module.named_parameters()
         return {name: local(p).detach().clone(memory_format=plain) for name, p in named}
 
-    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over values in the form that `parameters` gives."""
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                local(parameter).copy_(values[name])
-
     def held(self) -> list[Held]:
         """What is here of every parameter: the memory itself, for checkpoints to read and fill."""
         return [Held(name, 0, local(p).detach()) for name, p in self.module.named_parameters()]

@@ -250,13 +250,9 @@ class Zero3(Exchange):
         names = [name for name, _ in self.module.named_parameters()]
         return {name: self._rows.join(name, self._rows.of(name)) for name in names}
 
-    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
-        for unit in self._units:
-            unit.reshard()
-        for name in [*self._rows.parts, *self._rows.whole]:
-            self._rows.take(name, values[name])
-
     def held(self) -> list[Held]:
+        for unit in self._units:  # an evaluation leaves copies, which would be old if somebody fills the rows
+            unit.reshard()
         return [self._rows.held(name) for name, _ in self.module.named_parameters()]
 
     def targets(self) -> list[Held]:

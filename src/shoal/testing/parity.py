@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from shoal.exchange.base import Exchange
 from shoal.testing.toys import Toy
 from shoal.train.build import Order, build
 from shoal.train.parts import Parts
@@ -76,6 +78,14 @@ def toy_order(
         seed=3,
         deterministic=deterministic,
     )
+
+
+def give_parameters(exchange: Exchange, values: Mapping[str, torch.Tensor]) -> None:
+    """Fill what an exchange holds with whole values, such as its `parameters` gives without tensor parallel."""
+    with torch.no_grad():
+        for held in exchange.held():
+            part = values[held.name].reshape(-1)[held.start : held.start + held.tensor.numel()]
+            held.tensor.copy_(part.view(held.tensor.shape))
 
 
 def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:

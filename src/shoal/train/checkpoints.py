@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,19 @@ class Checkpoints:
             raise ConfigError(
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
+        self._together(saver.rest)  # an earlier save may have failed for one of us, who would not come along
+        facts = self._facts(name, progress)
+        saver.save(collect(self._parts.whole, self._memo), facts, urgent=True)
+        self._together(saver.wait)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do something that may fail for one rank: then it fails for all."""
         problem = ""
         try:
-            saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress), urgent=True)
-            saver.wait()
+            action()
         except ConfigError as error:
             problem = str(error)
-        for theirs in self._parts.world.gather_values(problem):  # all fail if one does
+        for theirs in self._parts.world.gather_values(problem):
             if theirs:
                 raise ConfigError(theirs)
 
@@ -147,18 +154,23 @@ class Checkpoints:
         found = find_whole(world, places)
         if world.rank == 0 and root.is_dir():
             clean(root)
-            if found is not None and found.manifest is not None:
-                for name in abandon(root, found.manifest.step):
-                    text = f"{name} is of another future and is called {name}{ABANDONED} now"
-                    print(f"shoal: going on from {found.folder}; {text}.", file=sys.stderr)
         if found is None:
             return Progress()
         reader = Reader.of(found)
         try:
-            return self.take_over(reader)
+            progress = self.take_over(reader)
+            self._leave_behind(root, reader)
+            return progress
         finally:
             reader.close()
             world.barrier()
+
+    def _leave_behind(self, root: Path, reader: Reader) -> None:
+        """What was saved after the checkpoint that the run goes on from must neither be found nor counted again."""
+        if self._parts.world.rank == 0 and root.is_dir():
+            for name in abandon(root, reader.manifest.step):
+                text = f"{name} is of another future and is called {name}{ABANDONED} now"
+                print(f"shoal: going on from {reader.folder}; {text}.", file=sys.stderr)
 
     def take_over(self, reader: Reader) -> Progress:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""

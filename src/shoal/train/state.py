@@ -21,7 +21,7 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.plan import Holding
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import State
-from shoal.checkpoint.shard import NAMES
+from shoal.checkpoint.shard import check_type
 from shoal.errors import ConfigError
 from shoal.exchange.base import Held
 from shoal.train.whole import Whole
@@ -34,10 +34,7 @@ def check_types(whole: Whole) -> None:
     """Refuse now what could not be saved after hours of training."""
     named = [(held.name, held.tensor) for held in whole.exchange.held()] + list(whole.buffers().items())
     for name, tensor in named:
-        if tensor.dtype not in NAMES:
-            raise ConfigError(
-                f"'{name}' is of {tensor.dtype}, which a checkpoint cannot hold; use another type."
-            )
+        check_type(name, tensor.dtype)
 
 
 def collect(whole: Whole, memo: Memo) -> State:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.exchange.base import Exchange, State
-from shoal.tensor.layout import TensorLayout, cut, join
+from shoal.tensor.layout import TensorLayout, join
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
@@ -91,19 +91,6 @@ class Whole:
             whole.setdefault(name, {})[key] = value
         return {name: whole[name] for name in self.shape.parameters if name in whole}
 
-    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over a whole state."""
-        mine: State = {}
-        for name, parameter in self.exchange.module.named_parameters():
-            entries = state.get(self.first(name))
-            if entries is not None and parameter.requires_grad:
-                size = self.shape.sizes[self.first(name)]
-                mine[name] = {
-                    key: self._cut(name, value) if value.shape == size else value
-                    for key, value in entries.items()
-                }
-        self.exchange.load_optimizer_state(mine)
-
     def buffers(self) -> Tensors:
         """Those of this worker's part of the model that a state dict holds."""
         return {name: b for name, b in self.exchange.module.named_buffers() if name in self.shape.buffers}
@@ -124,9 +111,6 @@ class Whole:
     def _join(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
         group = self.mesh.tensor.group
         return {name: join(name, part, self.layout, group) for name, part in parts.items()}
-
-    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return cut(name, whole, self.layout, self.mesh.tensor.rank)
 
     def _over_stages(self, mine: Mapping[str, torch.Tensor]) -> Tensors:
         kept = {name: t for name, t in mine.items() if name.rpartition("/")[2] not in self.same}
