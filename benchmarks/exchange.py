@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from shoal.testing.spawn import spawn
-from shoal.train.build import Order, build
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.parts import Parts
 from shoal.train.step import run_step
 from shoal.world.world import World

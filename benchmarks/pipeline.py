@@ -21,7 +21,8 @@ from shoal import pipeline
 from shoal.pipeline.base import Costs
 from shoal.pipeline.check import simulate
 from shoal.testing.spawn import spawn
-from shoal.train.build import Order, build
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.pipelined import Chunk
 from shoal.world.world import World
 

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.testing.spawn import spawn
-from shoal.train.build import Order, build
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.step import run_step
 from shoal.world.world import World
 

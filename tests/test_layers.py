@@ -18,11 +18,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "types", "seeds", "blocks"),
-    ("table", "lazily"),
+    ("table", "lazily", "optimizer", "embedding"),
     ("config",),
     ("world",),
-    ("compress", "report", "partition"),
-    ("data", "exchange", "tensor", "pipeline"),
+    ("compress", "report", "partition", "clock", "aggregate"),
+    ("data", "tensor", "pipeline", "server"),
+    ("exchange",),
     ("checkpoint",),
     ("plan",),
     ("train",),

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.embedding import SparseEmbedding as SparseEmbedding
     from shoal.errors import ConfigError as ConfigError
     from shoal.errors import NonFiniteLoss as NonFiniteLoss
     from shoal.errors import PeerLost as PeerLost
@@ -33,6 +34,7 @@ _HOME = {
     "Promise": "shoal.types",
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
+    "SparseEmbedding": "shoal.embedding",
     "StepReport": "shoal.types",
 }
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Promise",
     "Run",
     "ShoalError",
+    "SparseEmbedding",
     "StepReport",
 ]
 

@@ -11,7 +11,7 @@ import torch
 from shoal.testing.parity import Trace, largest_difference, run_order, toy_order
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.build import Order
+from shoal.train.order import Order
 from shoal.world.world import World
 
 TOY_NAMES = ("uneven", "dropout", "accumulated")

@@ -15,7 +15,8 @@ from shoal.blocks import find_blocks
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
-from shoal.train.build import Order, build
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.recompute import recompute_blocks
 from shoal.train.step import run_step
 from shoal.world.world import World

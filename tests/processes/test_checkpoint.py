@@ -24,9 +24,10 @@ from shoal.checkpoint.keep import Keep
 from shoal.checkpoint.load import Reader
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
-from shoal.train.build import Order, build
+from shoal.train.build import build
 from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.loop import Loop
+from shoal.train.order import Order
 from shoal.train.progress import Progress
 from shoal.types import StepReport
 from shoal.world.world import World

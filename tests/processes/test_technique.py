@@ -23,10 +23,11 @@ from shoal.data.order import GlobalOrder
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import Odd, Unused, adamw, grouped
-from shoal.train.build import Order, build
+from shoal.train.build import build
 from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import evaluate
 from shoal.train.loop import Loop
+from shoal.train.order import Order
 from shoal.train.progress import Progress
 from shoal.types import Evaluation, StepReport
 from shoal.world.world import World

@@ -78,6 +78,7 @@ def _draw(schedule: str, stages: int, microbatches: int) -> None:
 
 def _slots() -> dict[str, Table[Any]]:
     from shoal import (
+        aggregate,
         compress,
         exchange,
         partition,
@@ -90,6 +91,7 @@ def _slots() -> dict[str, Table[Any]]:
         "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
         "partition": partition.TABLE,
+        "aggregate": aggregate.TABLE,
         "precision": precision.TABLE,
         "schedule": schedule.TABLE,
         "clip": clip.TABLE,

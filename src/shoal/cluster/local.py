@@ -14,10 +14,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cluster import worker
 from shoal.cluster.output import Output, Streams, open_streams
@@ -25,6 +27,13 @@ from shoal.cluster.watch import Crew, Interrupts
 from shoal.errors import ConfigError
 from shoal.types import Value
 from shoal.world.launch import from_environment
+
+if TYPE_CHECKING:
+    from shoal.cluster.attendants import Attendants
+
+
+AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
+"""A worker that was started so often within so many seconds is not started again: that is no accident."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,18 @@ def run_job(job: Job) -> None:
     try:
         with Interrupts() as interrupts:
             crew = Crew(folder, job.size, interrupts)
+            servers = _attendants(folder, threads, crew) if forkable and job.hosts == 1 else None
+            starts = Starts(job, folder, crew, threads, forkable, servers)
+            crew.replace = starts.again
             try:
                 with interrupts.held():
                     for index in range(job.workers):
-                        _start(job, index, folder, crew, threads, forkable)
+                        starts.start(index)
                 crew.watch(job.seconds)
             finally:
+                crew.end()
+                if servers is not None:
+                    servers.close()
                 crew.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,17 +189,53 @@ def forkable_imports(job: Job) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start(job: Job, index: int, folder: str, crew: Crew, threads: str, forkable: bool) -> None:
-    rank = job.host * job.workers + index
-    environment = worker_environment(job, index, f"file://{folder}/store", threads)
-    script = str(Path(job.script).absolute())
-    task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
-    streams = open_streams(job.output, folder, rank, first=index == 0)
-    try:
-        pid = _fork(task, streams, crew, threads) if forkable else _spawn(task, streams)
-    finally:
-        streams.close()
-    crew.add(rank, pid, streams.relays)
+def _attendants(folder: str, threads: str, crew: Crew) -> Attendants:
+    from shoal.cluster.attendants import Attendants  # torch comes with it, and is here only by now
+
+    return Attendants(folder, threads, crew.attend, crew.forget)
+
+
+@dataclass
+class Starts:
+    """Starts workers, and starts one again that was lost where the others can go on without it."""
+
+    job: Job
+    folder: str
+    crew: Crew
+    threads: str
+    forkable: bool
+    servers: Attendants | None
+    times: dict[int, list[float]] = field(default_factory=dict)
+
+    def start(self, index: int) -> None:
+        """Start one worker of this host."""
+        job, folder = self.job, self.folder
+        rank = job.host * job.workers + index
+        environment = worker_environment(job, index, f"file://{folder}/store", self.threads)
+        if self.servers is not None:
+            environment["SHOAL_LAUNCHER"] = self.servers.path
+        script = str(Path(job.script).absolute())
+        task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
+        streams = open_streams(job.output, folder, rank, first=index == 0)
+        self.times.setdefault(rank, []).append(time.monotonic())
+        descriptors = [*self.crew.descriptors, *(self.servers.descriptors if self.servers else [])]
+        try:
+            pid = _fork(task, streams, descriptors, self.threads) if self.forkable else _spawn(task, streams)
+        finally:
+            streams.close()
+        self.crew.add(rank, pid, streams.relays)
+
+    def again(self, rank: int) -> bool:
+        """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
+        if self.servers is None or not self.servers.started:
+            return False
+        self.servers.worker_ended(rank)
+        recent = [at for at in self.times[rank] if time.monotonic() - at < AGAIN_SECONDS]
+        if len(recent) >= AGAIN_TIMES:
+            return False
+        print(f"shoal: worker {rank} was killed; another takes its place.", file=sys.stderr)
+        self.start(rank - self.job.host * self.job.workers)
+        return True
 
 
 def worker_environment(job: Job, index: int, file: str, threads: str) -> dict[str, str]:
@@ -209,7 +260,7 @@ def worker_environment(job: Job, index: int, file: str, threads: str) -> dict[st
     return environment | dict(job.environment)
 
 
-def _fork(task: worker.Task, streams: Streams, crew: Crew, threads: str) -> int:
+def _fork(task: worker.Task, streams: Streams, descriptors: Sequence[int], threads: str) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else the worker would print what is still buffered here once more
     pid = os.fork()
@@ -218,7 +269,7 @@ def _fork(task: worker.Task, streams: Streams, crew: Crew, threads: str) -> int:
     try:
         for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr)):
             os.dup2(source, target)
-        for descriptor in crew.descriptors:
+        for descriptor in set(descriptors):
             os.close(descriptor)
         streams.close()
         for relay in streams.relays:

@@ -11,7 +11,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -74,14 +74,25 @@ class Crew:
     """The workers of this host while they run."""
 
     def __init__(self, folder: str, size: int, interrupts: Interrupts) -> None:
+        self.replace: Callable[[int], bool] = lambda _: False
+        """Called when a worker was killed by a signal; True if another has been started in its place."""
         self._folder = folder
         self._size = size
         self._interrupts = interrupts
         self._pids: dict[int, int] = {}
         self._endings: list[report.Ending] = []
         self._relays: list[output.Relay] = []
+        self._ending = False
         self._selector = selectors.EpollSelector()
         self._selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
+
+    def attend(self, descriptor: int, action: Callable[[], None]) -> None:
+        """Call back when there is something to read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def forget(self, descriptor: int) -> None:
+        """Watch a descriptor no longer."""
+        self._selector.unregister(descriptor)
 
     @property
     def descriptors(self) -> list[int]:
@@ -118,6 +129,7 @@ class Crew:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End whoever still runs: politely, then not. A second Ctrl-C cuts the politeness short."""
+        self._ending = True
         self._send(number)
         self._wait_for_all(GRACE_SECONDS)
         self._send(signal.SIGKILL)
@@ -157,6 +169,8 @@ class Crew:
         os.close(descriptor)
         pid = self._pids.pop(rank)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0 and not self._ending and self.replace(rank):
+            return
         said = report.read(self._folder, rank)
         tail = output.tail(self._folder, rank)
         self._endings.append(report.Ending(rank, pid, time.monotonic(), code, said, tail))

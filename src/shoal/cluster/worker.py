@@ -102,7 +102,7 @@ def _flush() -> None:
 def _settle(task: Task) -> None:
     """Become this worker. Signals first: until then they are blocked."""
     _take_signals()
-    _die_with(task.launcher)
+    die_with(task.launcher)
     os.environ.update(task.environment)
     sys.stdout = _text(1, sys.__stdout__)
     sys.stderr = _text(2, sys.__stderr__)
@@ -129,7 +129,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Let the kernel kill this worker when the launcher ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:  # it ended before the line above

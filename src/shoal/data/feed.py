@@ -53,5 +53,7 @@ class Portion:
     """This worker's micro-batches; None where a step has no samples for one."""
     counts: tuple[bool, ...]
     """Which of them hold samples of their own; the others are None, or fillers."""
+    own: int
+    """Samples in this part of it."""
     first: int
     """Number of the first of them among all micro-batches of the step."""

@@ -27,6 +27,10 @@ from shoal.partition.skew import skew
 __all__ = ["Feed", "Loader", "Portion"]
 
 
+_SKIPPED = 16
+"""More steps than this are not skipped one by one: processes begin anew."""
+
+
 class Loader:
     """Hands out portions by step number, in any order; in sequence it works ahead.
 
@@ -55,11 +59,12 @@ class Loader:
         self._ahead: Iterator[Batch] | None = None
         self._expected = -1
 
-    def take(self, step: int) -> Portion:
-        """This worker's portion of step `step`, counted from 0."""
-        epoch, samples, ids, counts = self._picks.of(step)
-        first = self.feed.first
-        if self.feed.workers:
+    def take(self, step: int, part: int | None = None) -> Portion:
+        """This worker's portion of step `step`, counted from 0; or another's, or nobody's (-1)."""
+        epoch, samples, ids, counts = self._picks.of(step, part)
+        own = part is None or part == self.feed.rank
+        first = self.feed.first if part is None else max(part, 0) * self.feed.accumulate
+        if self.feed.workers and own:
             batches = self._from_workers(step, ids)
         else:
             batches = tuple(
@@ -68,7 +73,7 @@ class Loader:
                     for number, some in enumerate(ids, first)
                 ]
             )
-        return Portion(epoch, samples, batches, counts, first)
+        return Portion(epoch, samples, batches, counts, sum(map(len, ids)) if any(counts) else 0, first)
 
     def cursor(self, step: int) -> Cursor:
         """Where the data stand after `step` steps, whatever has been prepared ahead."""
@@ -95,8 +100,15 @@ class Loader:
         return skew(found, self.feed.partition.weights(self.feed.parts)), steps
 
     def _from_workers(self, step: int, ids: list[Ids]) -> tuple[Batch | None, ...]:
-        if self._ahead is None or step != self._expected:
+        if self._ahead is None or not self._expected <= step < self._expected + _SKIPPED:
             self._ahead = self._work_ahead(step)
+        elif (
+            step > self._expected
+        ):  # steps in between were others' to do; what was prepared for them is let go
+            for skipped in range(self._expected, step):
+                for some in self._picks.of(skipped)[2]:
+                    if len(some):
+                        next(self._ahead)
         self._expected = step + 1
         return tuple(next(self._ahead) if len(i) else None for i in ids)
 

@@ -16,7 +16,7 @@ _AHEAD = 8192
 """Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
 
 Cuts = tuple[list[tuple[int, int]], tuple[bool, ...]]
-"""Where this worker's micro-batches begin and end in a step, and which of them have samples."""
+"""Where a worker's micro-batches begin and end in a step, and which of them have samples."""
 
 
 class Picks:
@@ -38,19 +38,25 @@ class Picks:
         """The epoch with which the run goes on, and its order; it may be sorted as another run had begun to."""
         self.track = Track(self._samples, feed.global_batch)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
-        self._cuts: dict[int, Cuts | None] = {}
+        self._cuts: dict[tuple[int, int], Cuts | None] = {}
 
-    def of(self, step: int) -> tuple[int, int, list[Ids], tuple[bool, ...]]:
-        """The epoch, how many samples the step has, those of each of this worker's micro-batches, and which count."""
+    def of(self, step: int, part: int | None = None) -> tuple[int, int, list[Ids], tuple[bool, ...]]:
+        """The epoch, how many samples the step has, those of each of this worker's micro-batches, and which count.
+
+        `part`: of another worker's micro-batches; -1: of nobody's.
+        """
         epoch, start, stop = self.track.span(step)
-        cuts = self._cuts_for(stop - start)
+        if part == -1:
+            return epoch, stop - start, [], ()
+        first = self.feed.first if part is None else part * self.feed.accumulate
+        cuts = self._cuts_for(stop - start, first)
         if cuts is not None:
             bounds, counts = cuts
             low, high = start + bounds[0][0], start + bounds[-1][1]
             some = self._ids(epoch, low, high)
             mine = [some[start + a - low : start + b - low] for a, b in bounds]
         else:
-            mine = self._divide(epoch, start, stop)[self.feed.first : self.feed.first + self.feed.accumulate]
+            mine = self._divide(epoch, start, stop)[first : first + self.feed.accumulate]
             counts = tuple(len(ids) > 0 for ids in mine)
         if self.feed.fill and not all(counts):
             filler = self._ids(epoch, start, start + 1)
@@ -98,13 +104,14 @@ class Picks:
         begun, order = self._begun
         return order if epoch == begun else self._grouped
 
-    def _cuts_for(self, count: int) -> Cuts | None:
-        if count not in self._cuts:  # of few sizes: a full batch, and the last of an epoch
+    def _cuts_for(self, count: int, first: int) -> Cuts | None:
+        key = (count, first)
+        if key not in self._cuts:  # of few sizes: a full batch, and the last of an epoch
             feed = self.feed
             cuts = feed.partition.cuts(count, self._weights)
-            mine = None if cuts is None else cuts[feed.first : feed.first + feed.accumulate]
-            self._cuts[count] = None if mine is None else (mine, tuple(a < b for a, b in mine))
-        return self._cuts[count]
+            mine = None if cuts is None else cuts[first : first + feed.accumulate]
+            self._cuts[key] = None if mine is None else (mine, tuple(a < b for a, b in mine))
+        return self._cuts[key]
 
     def _divide(self, epoch: int, start: int, stop: int) -> list[Ids]:
         ids = self._ids(epoch, start, stop)

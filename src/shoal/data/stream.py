@@ -63,8 +63,12 @@ class StreamLoader:
         self._samples: Iterator[Any] | None = None
         self._next: Any = _END
 
-    def take(self, step: int) -> Portion:
-        """This worker's portion of step `step`, counted from 0."""
+    def take(self, step: int, part: int | None = None) -> Portion:
+        """This worker's portion of step `step`, counted from 0; no other's."""
+        if part not in (None, self.feed.rank):
+            raise ConfigError(
+                "ps hands out parts of steps, and a stream cannot go back for one; use data with len()."
+            )
         self._seek(step)
         feed, at = self.feed, self._at
         samples = self._read()
@@ -78,7 +82,7 @@ class StreamLoader:
         if feed.fill:
             mine = [some or samples[:1] for some in mine]
         batches = tuple(self._batch(step, number, some) for number, some in enumerate(mine, feed.first))
-        return Portion(at.epoch, len(samples), batches, counts, feed.first)
+        return Portion(at.epoch, len(samples), batches, counts, sum(map(len, mine)), feed.first)
 
     def cursor(self, step: int) -> Cursor:
         """Where the stream stands after `step` steps."""

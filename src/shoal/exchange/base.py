@@ -2,9 +2,12 @@
 
 A step calls, on every rank:
 
+    claim(step, stop)           which step to do next; None when all are done
+    first_part(step, own)       whose part of it to compute: its own, but where a server hands out the parts
     begin()                     a new step: parameters are fresh, gradients empty
     backward(loss, weight, last)   once per micro-batch; gradients leave while backward goes on
 or  collect()                   once, where a pipeline has run the backward passes itself
+    next_part(tally, foreseen)  one more part to compute, of a worker that was lost; -1: none
     finish(tally)               wait; the global sum and count of the loss come back
     norm()                      if somebody needs it: the global norm of the summed gradient
     update(factor, limit)       gradient × factor, clamped to ±limit, into the optimizer; parameters published
@@ -21,17 +24,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.exchange.local import local
+from shoal.optimizer import MakeOptimizer
 from shoal.types import Memory, Promise
 from shoal.world.world import World
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 State = dict[str, dict[str, torch.Tensor]]
 """Optimizer state by parameter name, then by the optimizer's own key."""
 
@@ -68,6 +71,8 @@ class Setup:
     """The names of the whole model's blocks; some of them may be in other stages."""
     root: nn.Module | None = None
     """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    recorded: bool = False
+    """Whether somebody writes down the gradients of every step."""
     values: Callable[[str], torch.Tensor] | None = None
     """Where the model is on the meta device: the initial value of one of its parameters or buffers."""
 
@@ -101,6 +106,18 @@ class Exchange(ABC):
     """True if parameters themselves are cut over the data axis, so that it needs the mesh in torch's own form."""
     whole_updates: ClassVar[bool] = False
     """True if every worker updates all parameters that it holds."""
+    apart: ClassVar[bool] = False
+    """True if workers meet at servers only: they run no collective, and each may be at another step."""
+    saves = True
+    """Whether this worker takes part in a checkpoint after the present step."""
+    begins = True
+    """Whether this worker looks for a checkpoint to begin from: not one that joins others who are at work."""
+    counts_own = False
+    """Whether what `finish` gives is of this worker's samples alone."""
+    memo: Any = None
+    """What a worker that comes later must know to go on from here; a plain value."""
+    told: Any = None
+    """The memo of those who were here before, where one has come later."""
     module: nn.Module
     """The model whose parameters are exchanged."""
     optimizer: torch.optim.Optimizer
@@ -112,6 +129,24 @@ class Exchange(ABC):
     @abstractmethod
     def lay_out_again(self, order: list[str]) -> None:
         """Take over an order from a checkpoint, before its optimizer state."""
+
+    def start(self, step: int, memo: Any) -> None:
+        """Before the first step: what was loaded, or made, is what training begins with. Collective."""
+        del step, memo
+
+    def claim(self, step: int, stop: int) -> int | None:
+        """The step to do next, of those from `step` up to `stop`, exclusively."""
+        return step if step < stop else None
+
+    def first_part(self, step: int, own: int) -> int:
+        """Whose part of the step this worker computes; -1: nobody's. A step that was not claimed is claimed now."""
+        del step
+        return own
+
+    def next_part(self, tally: Tally, foreseen: float) -> int:
+        """A part is computed, and this is its loss; the next one to compute, or -1. `foreseen`: the step's count."""
+        del tally, foreseen
+        return -1
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -142,6 +177,18 @@ class Exchange(ABC):
     @abstractmethod
     def collect(self) -> None:
         """Instead of `backward`: take the gradients that backward passes of a pipeline have left in `.grad`."""
+
+    def refresh(self) -> None:
+        """Bring the newest parameters here, where others change them meanwhile."""
+        return
+
+    def fetch(self) -> None:
+        """Before a checkpoint: bring here what is kept elsewhere."""
+        return
+
+    def close(self) -> None:
+        """The run is over."""
+        return
 
     @abstractmethod
     def finish(self, tally: Tally) -> Tally: ...

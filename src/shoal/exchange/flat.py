@@ -41,7 +41,9 @@ from shoal.exchange.base import (
     trainable,
 )
 from shoal.exchange.local import is_cut, local, put
-from shoal.exchange.optimizer import (
+from shoal.exchange.readiness import ForwardOrder
+from shoal.exchange.state import Kept, cut_state, join_state
+from shoal.optimizer import (
     make_optimizer,
     move_optimizer,
     names_in_groups,
@@ -50,8 +52,6 @@ from shoal.exchange.optimizer import (
     refuse_unless_elementwise,
     step_scaled,
 )
-from shoal.exchange.readiness import ForwardOrder
-from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.world.buckets import Bucket, Piece, lay_out, pieces_of, slice_of
 from shoal.world.memory import SharedMemoryUnavailable
 from shoal.world.world import Handle, World
@@ -78,6 +78,8 @@ class FlatExchange(Exchange):
         if not self.whole_updates or any(is_cut(p) for p in self.trained.values()):
             refuse_unless_elementwise(made, type(self).__name__.lower())
         self._groups = names_in_groups(made, self.trained, setup.model)
+        self.given = made
+        """The optimizer as the user made it, with the user's settings."""
         self.order = list(reversed(self.trained))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._watch: ForwardOrder | None = None

@@ -21,7 +21,7 @@ from shoal.exchange.base import (
     sum_of_squares,
     trainable,
 )
-from shoal.exchange.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
+from shoal.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
 from shoal.types import Memory, Promise
 
 

@@ -30,7 +30,10 @@ from shoal.exchange.base import (
 )
 from shoal.exchange.gathers import Gathers
 from shoal.exchange.local import local, local_gradient
-from shoal.exchange.optimizer import (
+from shoal.exchange.rows import Rows, watch
+from shoal.exchange.scatters import Scatters
+from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
+from shoal.optimizer import (
     make_optimizer,
     move_optimizer,
     names_in_groups,
@@ -38,9 +41,6 @@ from shoal.exchange.optimizer import (
     refuse_unless_elementwise,
     step_scaled,
 )
-from shoal.exchange.rows import Rows, watch
-from shoal.exchange.scatters import Scatters
-from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
 from shoal.types import Memory, Promise
 
 

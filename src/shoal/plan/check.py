@@ -95,6 +95,8 @@ def _replicas_divide(plan: Plan, workers: int) -> str | None:
 def replicas_of(plan: Plan) -> int:
     """How many copies of the parameters an exchange that cuts them keeps."""
     chosen = exchange.TABLE.look_up(plan.exchange.name)
+    if not chosen.cuts_parameters:
+        return 1
     options: object = fill_options(plan.exchange, chosen.Options)
     return int(getattr(options, "replicas", 1))
 

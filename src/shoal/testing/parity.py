@@ -10,7 +10,8 @@ import torch
 
 from shoal.exchange.base import Exchange
 from shoal.testing.toys import Toy
-from shoal.train.build import Order, build
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.parts import Parts
 from shoal.train.step import run_step
 from shoal.world.world import World
@@ -41,8 +42,11 @@ def run_toy(
 def run_order(world: World, order: Order, steps: int) -> Trace:
     """Train what is ordered in this world; every rank calls it."""
     parts = build(order, world, record="")[1]
-    losses = [run_step(parts, number).loss for number in range(steps)]
-    return Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+    try:
+        losses = [run_step(parts, number).loss for number in range(steps)]
+        return Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+    finally:
+        parts.exchange.close()
 
 
 def toy_parts(

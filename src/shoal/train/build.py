@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shoal import exchange, partition, pipeline
 from shoal.blocks import find_blocks
-from shoal.config import degree_of
-from shoal.data.batch import Collate, Inputs, convert, default_inputs
-from shoal.data.columns import Columns
+from shoal.config import degree_of, parse_strategy
+from shoal.data.batch import convert, default_inputs
 from shoal.data.feed import Feed
-from shoal.data.source import Source, Stream, is_stream
+from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
-from shoal.exchange.base import MakeOptimizer, Setup
-from shoal.exchange.optimizer import check_trainable
+from shoal.exchange.base import Setup
+from shoal.optimizer import check_trainable
 from shoal.partition.block import Block
 from shoal.pipeline.base import Schedule
 from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_options
@@ -28,8 +27,8 @@ from shoal.train import precision
 from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
 from shoal.train.divide import Divided, Found, Trial, divide, find_division
-from shoal.train.loss import Loss
-from shoal.train.model import MODEL, MakeModel, agree_on_model, make_model
+from shoal.train.model import MODEL, agree_on_model, make_model
+from shoal.train.order import Order
 from shoal.train.parts import Parts
 from shoal.train.pipelined import Job, Pipelined
 from shoal.train.recompute import recompute_blocks
@@ -41,38 +40,11 @@ from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the user asked for, after overrides."""
-
-    model: nn.Module | MakeModel
-    loss: Loss
-    optimizer: MakeOptimizer
-    data: Source | Stream
-    global_batch: int
-    strategy: str = "ddp"
-    precision: str = "fp32"
-    clip: float | str | None = None
-    accumulate: int = 1
-    seed: int = 0
-    inputs: Inputs | None = None
-    collate: Collate | None = None
-    shuffle: bool = True
-    partition: str = "block"
-    columns: Columns = field(default_factory=dict)
-    loader_workers: int = 0
-    on_nan: str = "stop"
-    deterministic: bool = False
-    recompute: str | None = None
-    batchnorm: str = "own"
-    tensor_rules: Mapping[str, str] = field(default_factory=dict)
-
-
 def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(order.strategy, world.size)
     check_kinds(order)
-    mesh = open_mesh(plan, world)
+    mesh = Mesh.apart(world) if _apart(plan) else open_mesh(plan, world)
     check_numbers(order, plan, mesh)
     if order.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -87,10 +59,10 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     model, values = make_model(order.model, order.seed, chosen.model, lazily)
     if values is None:
         model.to(world.device)
-    recorder = Recorder(record, world.rank, _stands_for(order, mesh, feed)) if record else None
+    recorder = Recorder(record, world.rank, _stands_for(order, feed)) if record else None
     if recorder is not None:
         recorder.start(model)
-    agree_on_model(model, world)
+    agree_on_model(model, mesh.data if _apart(plan) else world)
     check_trainable(model)
     shape, blocks = Shape.of(model), find_blocks(model)
     divided = divide_model(order, plan, mesh, model, feed)
@@ -103,7 +75,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         Setup(
             model=model,
             make_optimizer=order.optimizer,
-            world=mesh.data,
+            world=_sharers(plan, mesh),
             accumulate=order.accumulate,
             deterministic=order.deterministic,
             model_world=mesh.model,
@@ -112,6 +84,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             blocks=blocks,
             root=pipelined.root if pipelined is not None else None,
             values=values,
+            recorded=bool(record),
         ),
     )
     options = tensor_options(plan)
@@ -139,10 +112,10 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     )
 
 
-def _stands_for(order: Order, mesh: Mesh, feed: Feed) -> int:
+def _stands_for(order: Order, feed: Feed) -> int:
     """How many micro-batches all replicas compute for each one that the script asks for."""
     if order.batchnorm != "sync":
-        return mesh.data.size * feed.accumulate // order.accumulate
+        return feed.size * feed.accumulate // order.accumulate
     if order.accumulate > 1:
         raise ConfigError(
             f"verify cannot follow batchnorm='sync' with accumulate={order.accumulate}: one process would have to "
@@ -160,11 +133,12 @@ def open_mesh(plan: Plan, world: World) -> Mesh:
 def make_feed(order: Order, plan: Plan, mesh: Mesh) -> Feed:
     """Which samples this worker's replica gets, in how many micro-batches."""
     meets = mesh.model.size > 1 or exchange.TABLE.look_up(plan.exchange.name).every_worker_computes
+    sharers = _sharers(plan, mesh)
     return Feed(
         order.data,
         order.global_batch,
-        mesh.data.rank,
-        mesh.data.size,
+        sharers.rank,
+        sharers.size,
         order.accumulate * pipeline_options(plan).microbatches,
         order.seed,
         order.shuffle,
@@ -203,6 +177,20 @@ def make_trial(order: Order, model: nn.Module, feed: Feed, device: torch.device)
 def plan_schedule(plan: Plan) -> type[Schedule]:
     """The pipeline schedule of a plan."""
     return pipeline.TABLE.look_up(pipeline_options(plan).schedule)
+
+
+def meets_at_servers(strategy: str) -> bool:
+    """Whether workers under a strategy meet at servers only."""
+    return _apart(parse_strategy(strategy))
+
+
+def _apart(plan: Plan) -> bool:
+    return exchange.TABLE.look_up(plan.exchange.name).apart
+
+
+def _sharers(plan: Plan, mesh: Mesh) -> World:
+    """Those who divide a step's samples among them."""
+    return mesh.world if _apart(plan) else mesh.data
 
 
 def _cuts_parameters(plan: Plan) -> bool:
@@ -277,11 +265,12 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
             "twice more; use 1f1b."
         )
     parts = order.accumulate * pipeline_options(plan).microbatches
-    needed = mesh.data.size * parts
+    sharers = _sharers(plan, mesh)
+    needed = sharers.size * parts
     if order.global_batch < needed:
         who = "workers" if mesh.model.size == 1 else "replicas"
         raise ConfigError(
-            f"global_batch={order.global_batch} cannot be cut into {mesh.data.size} {who} × {parts} "
+            f"global_batch={order.global_batch} cannot be cut into {sharers.size} {who} × {parts} "
             f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
         )
 

@@ -66,17 +66,17 @@ class Checkpoints:
         if root is None:
             return
         if PEER in wishes.copies:
-            self._peers = Peers(parts.world, root)
+            self._peers = Peers(parts.savers, root)
         self._remotes = [Remote(url) for url in wishes.copies if url != PEER]
         check_types(parts.whole)
         self._check_remotes(root)
-        if parts.world.rank == 0:
+        if parts.savers.rank == 0:
             self._copiers = [Copier(remote, wishes.keep) for remote in self._remotes]
-        self._saver = Saver(parts.world, root, self._committed, self._peers)
+        self._saver = Saver(parts.savers, root, self._committed, self._peers)
 
     def _check_remotes(self, root: Path) -> None:
         """A mistyped address is refused; one that cannot be reached now is no reason not to go on from the folder."""
-        problem, world = "", self._parts.world
+        problem, world = "", self._parts.savers
         for remote in self._remotes if world.rank == 0 else ():
             try:
                 remote.check()
@@ -102,7 +102,7 @@ class Checkpoints:
         """Save, and return when it is on disk. Every rank calls it."""
         check_name(name)
         root = root.expanduser().absolute() if root is not None else None
-        saver = self._saver if root is None or root == self._wishes.root else Saver(self._parts.world, root)
+        saver = self._saver if root is None or root == self._wishes.root else Saver(self._parts.savers, root)
         if saver is None:
             raise ConfigError(
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
@@ -119,7 +119,7 @@ class Checkpoints:
             action()
         except ConfigError as error:
             problem = str(error)
-        for theirs in self._parts.world.gather_values(problem):
+        for theirs in self._parts.savers.gather_values(problem):
             if theirs:
                 raise ConfigError(theirs)
 
@@ -138,13 +138,13 @@ class Checkpoints:
     def finish(self) -> None:
         """The run has come to its end."""
         self.wait()
-        self._parts.world.barrier()
+        self._parts.savers.barrier()
         if self._peers is not None and self._wishes.every is not None:
             self._peers.close()
 
     def resume(self) -> Progress:
         """Go on from the newest whole checkpoint, if there is one. Every rank calls it."""
-        root, world = self._wishes.root, self._parts.world
+        root, world = self._wishes.root, self._parts.savers
         if root is None:
             return Progress()
         places: list[Place] = [Local(world, root)]
@@ -167,7 +167,7 @@ class Checkpoints:
 
     def _leave_behind(self, root: Path, reader: Reader) -> None:
         """What was saved after the checkpoint that the run goes on from must neither be found nor counted again."""
-        if self._parts.world.rank == 0 and root.is_dir():
+        if self._parts.savers.rank == 0 and root.is_dir():
             for name in abandon(root, reader.manifest.step):
                 text = f"{name} is of another future and is called {name}{ABANDONED} now"
                 print(f"shoal: going on from {reader.folder}; {text}.", file=sys.stderr)
@@ -196,7 +196,7 @@ class Checkpoints:
                     f"this epoch was sorted by '{before}' and is sorted by '{now}' now: some of its samples come twice "
                     "and others not at all"
                 )
-            for sentence in told if parts.world.rank == 0 else ():
+            for sentence in told if parts.savers.rank == 0 else ():
                 print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
         return Progress(reader.manifest.step, state["schedule"])
 

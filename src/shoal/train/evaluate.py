@@ -35,7 +35,9 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
             f"evaluate takes data with len() and [i], and {type(data).__name__} is a stream; use a list."
         )
     batch = min(batch, len(data))
+    parts.exchange.refresh()
     feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
+    feed = dataclasses.replace(feed, rank=data_world.rank, size=data_world.size)
     loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0, partition=Block(), columns={}))
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)

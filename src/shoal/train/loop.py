@@ -15,7 +15,7 @@ from shoal.report.events import EventLog
 from shoal.train.checkpoints import Checkpoints
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
-from shoal.train.schedule import MakeScheduler, advance, make_scheduler, restore_schedule
+from shoal.train.schedule import MakeScheduler, advance, catch_up, make_scheduler, restore_schedule
 from shoal.train.step import run_step
 from shoal.types import StepReport
 
@@ -56,16 +56,23 @@ class Loop:
         try:
             done = goal.reached(progress.step)
             while not done:
-                report = run_step(parts, progress.step)
-                progress.step += 1
-                done = goal.reached(progress.step)
-                if scheduler is not None and not report.skipped:
+                number = progress.step if total is None else parts.exchange.claim(progress.step, total)
+                if number is None:
+                    break
+                catch_up(scheduler, number - progress.step)  # steps that others have done meanwhile
+                report = run_step(parts, number)
+                # Where each part is a step of its own, others may still be at this one: it is not over yet.
+                ahead = number >= progress.step
+                progress.step = max(progress.step, number + 1)
+                done = goal.reached(progress.step) and not parts.exchange.apart
+                if scheduler is not None and not report.skipped and ahead:
                     advance(scheduler, report.loss)
                 if console is not None:
                     console.update(report)
                 if events is not None:
                     events.write(report)
-                if self.checkpoints.due(progress.step, done):
+                last = done or report.number == total
+                if self.checkpoints.due(report.number, last) and parts.exchange.saves:
                     self.checkpoints.begin(f"step-{progress.step}", progress)
                 yield report
         finally:

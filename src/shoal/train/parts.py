@@ -51,8 +51,22 @@ class Parts:
     count_per_sample: float
     """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
 
+    def memo(self) -> list[float] | None:
+        """What a worker that joins in the middle of the run must know to compute what the others do."""
+        return (
+            [self.count_per_sample, self.scale.value, self.scale.good_steps] if self.exchange.apart else None
+        )
+
+    def recall(self, told: list[float] | None) -> None:
+        """Go on as another worker's memo says."""
+        if told is not None:
+            self.count_per_sample, self.scale.value = float(told[0]), float(told[1])
+            self.scale.good_steps = int(told[2])
+
     def __post_init__(self) -> None:
         self.world: World = self.mesh.world
+        """Everybody."""
+        self.savers: World = self.mesh.data if self.exchange.apart else self.mesh.world
+        """Those who save and load together."""
         self.converts = not fits_as_it_is(self.world.device, self.precision.model)
         """Whether batches have to be moved or cast."""
-        """Everybody."""

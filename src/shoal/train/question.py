@@ -17,7 +17,7 @@ from shoal.config import degree_of
 from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
 from shoal.exchange.base import trainable
-from shoal.exchange.optimizer import (
+from shoal.optimizer import (
     check_trainable,
     make_optimizer,
     names_in_groups,
@@ -29,7 +29,6 @@ from shoal.plan.check import check_text
 from shoal.tensor import describe_cuts, find_cuts
 from shoal.train import precision
 from shoal.train.build import (
-    Order,
     check_kinds,
     check_numbers,
     find_in_model,
@@ -40,6 +39,7 @@ from shoal.train.build import (
 from shoal.train.clip import make_clip
 from shoal.train.divide import Trial
 from shoal.train.model import make_model
+from shoal.train.order import Order
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 from shoal.world.world import World

@@ -20,14 +20,16 @@ from shoal.data.batch import Collate, Inputs
 from shoal.data.columns import Columns
 from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
-from shoal.exchange.base import MakeOptimizer
+from shoal.optimizer import MakeOptimizer
 from shoal.table import did_you_mean
-from shoal.train.build import Order, build
+from shoal.train.build import build, meets_at_servers
 from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import Metric, evaluate
 from shoal.train.loop import Loop
 from shoal.train.loss import Loss
 from shoal.train.model import MakeModel
+from shoal.train.order import Order
+from shoal.train.progress import Progress
 from shoal.train.question import answer
 from shoal.train.schedule import MakeScheduler
 from shoal.types import Evaluation, StepReport, Value
@@ -128,7 +130,11 @@ class Run:
             device = choose_device(self.device, launch.local_rank)
             print(answer(order, launch.question, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
-        self.world = World.open(launch, self.backend, self.device)
+        # Workers that meet at servers only join no group: whoever is lost from one cannot come back to it.
+        apart = launch.launcher and meets_at_servers(self.strategy)
+        self.world = (
+            World.unjoined(launch, self.device) if apart else World.open(launch, self.backend, self.device)
+        )
         atexit.register(self.world.close)
         self.plan, self._parts = build(order, self.world, launch.record)
         if self._parts.mesh.model.size > 1 and self.progress and self.world.rank == 0:
@@ -148,7 +154,10 @@ class Run:
             },
             self.progress,
         )
-        self._progress = self._checkpoints.resume()
+        exchange = self._parts.exchange
+        atexit.register(exchange.close)
+        self._progress = self._checkpoints.resume() if exchange.begins else Progress()
+        exchange.start(self._progress.step, self._parts.memo())
         atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
 
     @property

@@ -131,6 +131,13 @@ def advance(scheduler: LRScheduler, loss: float) -> None:
         scheduler.step()
 
 
+def catch_up(scheduler: LRScheduler | None, steps: int) -> None:
+    """Pass over steps that other workers have done. One that follows the loss stays: it has not seen theirs."""
+    for _ in range(steps):
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+
+
 def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Where a scheduler stands, in values that JSON can hold.
 

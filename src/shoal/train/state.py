@@ -39,6 +39,7 @@ def check_types(whole: Whole) -> None:
 
 def collect(whole: Whole, memo: Memo) -> State:
     """What this worker holds, and where it belongs. Every rank calls it."""
+    whole.exchange.fetch()
     return [*_parameters(whole, memo), *_optimizer(whole, memo), *_buffers(whole)]
 
 

@@ -25,22 +25,25 @@ def run_step(parts: Parts, number: int) -> StepReport:
     meter, exchange = parts.meter, parts.exchange
     sent = parts.world.traffic.bytes_sent
     meter.start()
-    portion = parts.loader.take(number)
+    part = exchange.first_part(number, parts.loader.feed.rank)
+    portion = parts.loader.take(number, part)
     meter.mark("data")
 
     exchange.begin()
+    parts.recall(exchange.told)
+    meter.mark("exposed")
     foreseen = parts.count_per_sample * portion.samples
-    weight = parts.scale.value / foreseen
-    if parts.pipeline is not None:
-        mine = parts.pipeline.run(number, portion, weight)
-    elif parts.split_loss is None:
-        mine = accumulate(parts, number, portion, weight)
-    else:
-        with parts.split_loss():
-            mine = accumulate(parts, number, portion, weight)
+    mine = Tally(0.0, 0.0)
+    while part >= 0:
+        mine = _compute(parts, number, portion, parts.scale.value / foreseen)
+        meter.mark("compute")
+        part = exchange.next_part(mine, foreseen)
+        meter.mark("exposed")
+        if part >= 0:  # somebody is lost, and this is what was theirs
+            portion = parts.loader.take(number, part)
+            meter.mark("data")
     if parts.streams.watching:
         parts.streams.decide(parts.world)
-    meter.mark("compute")
 
     tally = exchange.finish(mine)
     if parts.pipeline is not None:
@@ -50,7 +53,8 @@ def run_step(parts: Parts, number: int) -> StepReport:
     loss = tally.total / tally.count if tally.count > 0 else math.nan
     norm, skipped = _update(parts, number, loss, tally.count, foreseen)
     if tally.count > 0:
-        parts.count_per_sample = tally.count / portion.samples
+        parts.count_per_sample = tally.count / (portion.own if exchange.counts_own else portion.samples)
+    exchange.memo = parts.memo()
     meter.mark("update")
     times = meter.stop()
     return StepReport(
@@ -70,6 +74,16 @@ def run_step(parts: Parts, number: int) -> StepReport:
         grad_norm=norm,
         skipped=skipped,
     )
+
+
+def _compute(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:
+    """Forward and backward passes of a portion."""
+    if parts.pipeline is not None:
+        return parts.pipeline.run(number, portion, weight)
+    if parts.split_loss is None:
+        return accumulate(parts, number, portion, weight)
+    with parts.split_loss():
+        return accumulate(parts, number, portion, weight)
 
 
 def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:

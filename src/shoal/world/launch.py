@@ -9,6 +9,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_HOST         a name                                               which host this worker counts as
     SHOAL_RECORD       a folder                                             where `shoal verify` wants each step
     SHOAL_STANDS_FOR   a number                                             one process cuts steps as so many would
+    SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
     SHOAL_QUESTION     tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
@@ -40,6 +41,8 @@ class Launch:
     """Folder in which to write down every step; empty means: do not."""
     stands_for: int = 1
     """How many workers' micro-batches this one process computes, one after the other."""
+    launcher: str = ""
+    """The socket at which our launcher listens to its workers; empty if another has started them."""
     question: str = ""
     """What to find out about the model instead of training it; empty means: train."""
 
@@ -74,5 +77,6 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         overrides=json.loads(env.get("SHOAL_OVERRIDES", "{}")),
         record=env.get("SHOAL_RECORD", ""),
         stands_for=number("SHOAL_STANDS_FOR", 1),
+        launcher=env.get("SHOAL_LAUNCHER", ""),
         question=env.get("SHOAL_QUESTION", ""),
     )

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 import re
 import socket
 from pathlib import Path
 
+import psutil
 import torch
 from torch._C._distributed_c10d import Store
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of <linux/mman.h>, which Python does not name yet."""
 _ALIGNMENT = 4096
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of memory whose size stays what it is."""
 _SAID_YES = "yes"
 _MEMCPY = ctypes.CDLL(None).memcpy
 _MEMCPY.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -59,11 +64,8 @@ class SharedRegion:
     def _lead(cls, store: Store, name: str, size: int, nbytes: int, at_once: int) -> SharedRegion:
         fd, answers, region = -1, [_SAID_YES], None
         try:
-            fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
-            # Reserving now turns a lack of memory into an error; a sparse file would kill us at first touch.
-            os.ftruncate(fd, nbytes)
-            os.posix_fallocate(fd, 0, at_once)
-            region = cls(_map(fd, nbytes, at_once))
+            fd = make_memory(name, nbytes, at_once)
+            region = cls(map_memory(fd, nbytes, at_once))
             store.set(f"{name}/path", f"/proc/{os.getpid()}/fd/{fd}")
         except OSError as error:
             answers = [f"{nbytes / 1e6:.1f} MB on rank 0: {error}"]
@@ -83,9 +85,9 @@ class SharedRegion:
         path = store.get(f"{name}/path").decode()
         try:
             if path:  # empty: rank 0 has failed already and its reason will come with the verdict
-                fd = _open_memory(path)
+                fd = open_memory(path)
                 try:
-                    region = cls(_map(fd, nbytes, at_once))
+                    region = cls(map_memory(fd, nbytes, at_once))
                 finally:
                     os.close(fd)
         except OSError as error:
@@ -97,7 +99,8 @@ class SharedRegion:
         """A flat tensor of `count` elements from byte `offset` on; all ranks see what is written."""
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._open, dtype=dtype, count=count, offset=offset)
+        # torch keeps the object it was given, but does not tell it so: without the view, `close` would unmap.
+        return torch.frombuffer(memoryview(self._open), dtype=dtype, count=count, offset=offset)
 
     def words(self, offset: int, count: int) -> memoryview:
         """`count` unsigned 64-bit words from `offset` on; each is read or written in one access."""
@@ -117,9 +120,27 @@ class SharedRegion:
         return self._mapping
 
 
-def _open_memory(path: str) -> int:
-    """Open what rank 0 named, if it is such memory: a store that others reach could name any file of ours."""
-    if re.fullmatch(r"/proc/\d+/fd/\d+", path) and os.readlink(path).startswith("/memfd:shoal"):
+def make_memory(name: str, nbytes: int, at_once: int) -> int:
+    """A descriptor of new memory under no name, zero, of a size that nobody can change any more."""
+    free = psutil.virtual_memory().available
+    if at_once > free:  # the kernel would not say no: it would kill processes until there is enough
+        raise OSError(errno.ENOMEM, f"{at_once / 1e6:.1f} MB are wanted and {free / 1e6:.1f} MB are free")
+    fd = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        # Reserving now turns a lack of memory into an error; a sparse file would kill us at first touch.
+        os.posix_fallocate(fd, 0, at_once)
+        # Whoever maps it has seen its size once; were it cut short later, touching the rest would kill him.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memory(path: str) -> int:
+    """Open what another process named, if it is such memory: whoever reaches us could name any file of ours."""
+    if re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) and os.readlink(path).startswith("/memfd:shoal"):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     raise OSError(f"{path} is not shared memory of this job")
 
@@ -157,7 +178,8 @@ def put(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _map(fd: int, nbytes: int, at_once: int) -> mmap.mmap:
+def map_memory(fd: int, nbytes: int, at_once: int) -> mmap.mmap:
+    """Map memory for reading and writing, and bring in its first `at_once` bytes."""
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
     # Populating now takes the page faults out of the first collective; kernels before 5.14 cannot do it.
     with contextlib.suppress(OSError):

@@ -78,6 +78,13 @@ class Mesh:
         )
 
     @staticmethod
+    def apart(world: World) -> Mesh:
+        """A worker that meets others at servers only: it has its number, and whatever it holds, it holds alone."""
+        alone = World.alone(world.device)
+        alone.traffic = world.traffic
+        return Mesh(world.alone_among(), alone, alone, alone, alone)
+
+    @staticmethod
     def imagine(alone: World, workers: int, tensor: int = 1, stages: int = 1) -> Mesh:
         """What the first of so many workers would see, with nobody there: only the sizes of the axes are of use.
 

@@ -6,6 +6,7 @@ too, by the same code.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         traffic: Traffic | None = None,
         members: Sequence[int] | None = None,
+        launcher: str = "",
     ) -> None:
         self.rank, self.size = rank, size
         self.device = device
@@ -76,6 +78,8 @@ class World:
         self.traffic = traffic or Traffic()
         self.members = tuple(range(size)) if members is None else tuple(members)
         """The number of each of these workers among all workers of the job."""
+        self.launcher = launcher
+        """Where our launcher listens to its workers; empty if another has started them."""
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         """The ways in which these workers have been arranged so far."""
 
@@ -107,6 +111,18 @@ class World:
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
         return World(launch.rank, launch.size, where, hosts, store, dist.group.WORLD)
+
+    @staticmethod
+    def unjoined(launch: Launch, device: str = "auto") -> World:
+        """A worker that knows its number and meets nobody: it joins no group, and its collectives are with itself."""
+        where, hosts = choose_device(device, launch.local_rank), [launch.host] * launch.size
+        return World(launch.rank, launch.size, where, hosts, launcher=launch.launcher)
+
+    def alone_among(self) -> World:
+        """The same worker with nobody to talk to."""
+        other = copy.copy(self)
+        other.group = None
+        return other
 
     def cut(self, groups: Sequence[Sequence[int]]) -> World:
         """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
@@ -158,14 +174,14 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """Sum over all ranks, in place."""
-        if self.size == 1:
+        if self.group is None:
             return DONE
         self.traffic.bytes_sent += 2 * self.share_of(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
-        if self.size == 1:
+        if self.group is None:
             if out.data_ptr() != tensor.data_ptr():
                 out.copy_(tensor)
             return DONE
@@ -176,7 +192,7 @@ class World:
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
         """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
-        if self.size == 1:
+        if self.group is None:
             if out.data_ptr() != part.data_ptr():
                 out.copy_(part)
             return DONE
@@ -187,7 +203,7 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
         """Everybody gets rank `source`'s tensor."""
-        if self.size == 1:
+        if self.group is None:
             return DONE
         if self.rank == source:
             self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
@@ -206,7 +222,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until everybody is here."""
-        if self.size > 1:
+        if self.group is not None:
             self.all_reduce(torch.zeros(1)).wait()
 
     def gather_numbers(self, mine: Sequence[float]) -> torch.Tensor:
@@ -218,7 +234,7 @@ class World:
 
     def gather_values(self, mine: Any) -> list[Any]:
         """The JSON value of every rank, in rank order."""
-        if self.size == 1:
+        if self.group is None:
             return [mine]
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()

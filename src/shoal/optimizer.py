@@ -15,7 +15,8 @@ import torch
 from torch import nn, optim
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import MakeOptimizer
+
+MakeOptimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 
 ELEMENTWISE = (
     optim.SGD,

@@ -1,0 +1,281 @@
+"""The parameter server: servers hold the parameters and run the optimizer; workers send gradients and fetch values.
+
+Parameters lie in the same flat buckets as under ddp; each bucket is a shard of a chain of servers, or several. A full
+bucket goes out while backward goes on. Workers never talk to each other: a ledger among the shards hands out the parts
+of each step, so a worker that is lost, slow or new changes who computes what, and nothing else.
+
+    bsp         all parts of a step make one update, by the numbers of ddp, bit for bit in deterministic mode
+    ssp, asp    each part makes an update as soon as it is there, with its share of the learning rate
+
+When to use: workers that come and go or differ in speed, embeddings larger than a worker, or a run that must survive
+`kill -9` of anything. Equal and reliable workers of one host are served better by `shared`.
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.exchange.base import BucketOptions, Setup, State, Tally, detached, sum_of_squares
+from shoal.exchange.flat import FlatExchange
+from shoal.exchange.outgoing import Outgoing
+from shoal.exchange.ps_options import PsOptions
+from shoal.exchange.served import Served
+from shoal.exchange.shards import cut_shards
+from shoal.exchange.turn import Turn
+from shoal.server.description import describe, settings_of
+from shoal.server.found import find_servers
+from shoal.server.link import Link
+from shoal.server.post import new_id
+from shoal.server.view import LEDGER
+from shoal.server.work import Work
+from shoal.types import Memory, Promise
+from shoal.world.buckets import Bucket
+from shoal.world.world import Handle, World
+
+_LEDGER_BYTES = 4096
+
+
+class Ps(FlatExchange):
+    """Gradients go to servers, values come from them."""
+
+    promise = Promise.EXACT
+    summary = "servers hold the parameters and run the optimizer; its clock says how exact"
+    Options = PsOptions  # type: ignore[assignment]
+    whole_updates = True
+    apart = True
+
+    def __init__(self, setup: Setup, options: PsOptions) -> None:
+        if setup.model_world.size > 1:
+            raise ConfigError(
+                "ps takes whole models; leave tpN and ppN out, or use ddp, zero1, zero2 or zero3."
+            )
+        self._options, self._who, self._recorded = options, setup.world, setup.recorded
+        self._micro = 0
+        self._fresh = -1
+        """The step for which the parameters here are fresh."""
+        self._started = self._claimed = False
+        self._counted = 0
+        self._norm: float | None = None
+        lone = World.alone(setup.world.device)
+        super().__init__(replace(setup, world=lone), BucketOptions(options.bucket_mb), owners=setup.world)
+        self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
+        self._description = describe(self.given)
+        self._connect()
+
+    def _connect(self) -> None:
+        options, who = self._options, self._who
+        me = new_id()
+        self._servers = find_servers(who, me, options.servers, options.at, options.keys)
+        sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards)]
+        kinds = ["ledger", *["dense"] * len(self.shards)]
+        terms = [sizes, kinds, options.servers, options.replicas, options.patience]
+        self.link = Link(me, self._servers.address, self._servers.keys, who.rank, terms)
+        self._work = Work(self.link.client, who.rank, [shard.number for shard in self.shards])
+        self._turn = Turn(self.link, self._work, who.size, options)
+        self._served = Served(self.link, self.shards, self.vectors)
+        model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
+        joined = self.link.run(self._work.join(model))
+        self.begins = who.rank == 0 and not joined["ready"]
+
+    # Where things lie.
+
+    def allocate(self) -> list[torch.Tensor]:
+        self.shards = cut_shards(self.buckets, self._capacity)
+        device = self.world.device
+        self._outgoing = Outgoing(self.buckets, device)
+        self._gradients = self._outgoing.gradients
+        return [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
+
+    def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
+        return self._gradients[bucket.index]
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        return self._gradients[bucket.index]
+
+    def publish(self) -> None:
+        return
+
+    def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        self._outgoing.fill(bucket, vector)
+        claim, requests = (self._turn.step, self._turn.part), []
+        for shard in self.shards:
+            if shard.bucket is bucket:
+                part, where = self._outgoing.part(shard)
+                with self.link.lock:
+                    requests.append(self._work.stage(shard.number, claim, self._micro, part, where))
+        return _Sent(self.link, requests)
+
+    def settle(self) -> None:
+        self._micro += 1
+
+    # The step.
+
+    def start(self, step: int, memo: Any) -> None:
+        """Give the shards their first values, or wait until somebody has."""
+        self._started = True
+        if self.begins:
+            groups = {name: number for number, names in enumerate(self._groups) for name in names}
+            how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
+            self._served.give(groups, self._description, how, step)
+            self._served.give_state(self.optimizer, self.trained, step)
+            self.link.run(self._work.begin(step, memo))
+        else:
+            self.link.run(self._work.wait_ready())
+            self._served.fetch(0)
+        self.optimizer.state.clear()
+
+    def claim(self, step: int, stop: int) -> int | None:
+        if not self._started:
+            self.start(step, self.memo)
+        if not self._turn.claim(stop, self.memo):
+            return None
+        self._claimed, self.told = True, self._turn.memo
+        self.counts_own = not self._turn.together
+        return self._turn.step
+
+    def first_part(self, step: int, own: int) -> int:
+        del own
+        if not self._claimed:
+            self.claim(step, step + 1)
+        self._claimed = False
+        self.saves = self._turn.had_first
+        return self._turn.part
+
+    def begin(self) -> None:
+        turn = self._turn
+        if not turn.together or self._fresh != turn.step:
+            self._served.fetch(turn.step if turn.together else 0)
+            self._fresh = turn.step
+        self._micro, self._norm = 0, None
+        super().begin()
+
+    def next_part(self, tally: Tally, foreseen: float) -> int:
+        self._arrivals.wait()
+        if self._turn.done(tally, foreseen, self._used_bits()):
+            self._micro = 0
+            self._arrivals.open_step()
+        self.saves = self._turn.had_first
+        return self._turn.part if self._turn.together else -1
+
+    def finish(self, tally: Tally) -> Tally:
+        turn = self._turn
+        if not turn.together or turn.over:  # over: the others have gone on, and there is nothing to add
+            return tally
+        bits = int(turn.tally["used"], 16)
+        self._arrivals.used = [bool(bits >> index & 1) for index in range(len(self._arrivals.used))]
+        return Tally(float(turn.tally["total"]), float(turn.tally["count"]))
+
+    def norm(self) -> float:
+        turn = self._turn
+        if not turn.together or turn.over:
+            return float(sum_of_squares(self._gradients) ** 0.5)
+        found = self._served.squares(turn.step, turn.tally["parts"], self._who.size)
+        known = [value["norm"] for value in found if isinstance(value, dict)]
+        if known:  # another worker was first, and the update is made: all go by its number
+            self._norm = float(known[0])
+            return self._norm
+        rows = [0.0] * self._who.size
+        for shard, values in zip(self.shards, found, strict=True):
+            for rank, value in enumerate(values):
+                rows[rank] += shard.bucket.share * value
+        self._norm = float(sum(rows) ** 0.5)
+        return self._norm
+
+    def update(self, factor: float, limit: float | None) -> None:
+        turn = self._turn
+        if not turn.over:
+            args = {
+                "parts": turn.named_parts(),
+                "factor": factor,
+                "limit": limit,
+                "settings": settings_of(self.optimizer),
+                "share": 1.0 if turn.together else turn.share,
+                "floor": self._work.floor,
+                "norm": self._norm,
+                "keep": self._recorded,
+            }
+            used = {name for name in self.trained if self._arrivals.used_name(name)}
+            fresh = turn.step + 1 if turn.together else None
+            self._served.apply(turn.step, args, used, fresh)
+            self._fresh = -1 if fresh is None else fresh
+        self._close_step()
+
+    def drop(self) -> None:
+        turn = self._turn
+        if not turn.over:
+            args = {"parts": turn.named_parts(), "floor": self._work.floor, "norm": self._norm}
+            self.link.run(self._work.everywhere("drop", turn.step, args))
+            self._fresh = turn.step + 1 if turn.together else -1
+        self._close_step()
+
+    def _close_step(self) -> None:
+        self._turn.close(self._used_bits())
+        sent = self.link.bytes_sent
+        self._who.traffic.bytes_sent += sent - self._counted
+        self._counted = sent
+
+    # What others ask for.
+
+    def refresh(self) -> None:
+        if self._started:
+            self._served.fetch(0)
+
+    def fetch(self) -> None:
+        if self._started:
+            self._served.fetch(0)
+            self._served.take_state(self.optimizer, self.trained)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        self.refresh()
+        return super().parameters()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        turn = self._turn
+        if turn.together and not turn.over:
+            self._served.gradients(turn.step, turn.tally["parts"], self._gradients)
+        return super().gradients()
+
+    def optimizer_state(self) -> State:
+        self.fetch()
+        state = self.optimizer.state
+        return {name: detached(state[p]) for name, p in self.trained.items() if state.get(p)}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for name, entries in state.items():
+            self.optimizer.state[self.trained[name]] = detached(entries)
+
+    def status(self) -> dict[str, Any]:
+        """What the ledger says of the work."""
+        return self._served.status(LEDGER)
+
+    def close(self) -> None:
+        self.link.close()
+        self._servers.close()
+
+    @classmethod
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
+        """Of a worker; servers hold (1 + state) × replicas / servers of it each, and gradients that wait."""
+        del workers, state_per_parameter
+        each = parameters * itemsize
+        return Memory(each, each, 0.0)
+
+    def _used_bits(self) -> str:
+        return f"{sum(1 << index for index, flag in enumerate(self._arrivals.used) if flag):x}"
+
+
+class _Sent:
+    """A bucket on its way."""
+
+    def __init__(self, link: Link, requests: list[Any]) -> None:
+        self._link, self._requests = link, requests
+
+    def wait(self) -> None:
+        self._link.wait(self._requests)

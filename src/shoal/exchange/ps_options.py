@@ -1,0 +1,31 @@
+"""What stands in the brackets of `ps(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PsOptions:
+    """Options of the parameter server."""
+
+    clock: str = ""
+    """bsp, ssp or asp; bsp if nothing is said."""
+    ssp: int | None = None
+    """How many steps a worker may be ahead of the slowest."""
+    servers: int = 2
+    replicas: int = 2
+    """Servers that hold each shard: one less may be lost at a time."""
+    then: str = ""
+    after: int = 0
+    """From this step on, the clock is `then`."""
+    aggregate: str = "weighted"
+    backup: int = 0
+    """Under bsp: so many parts of a step need not be waited for."""
+    patience: float = 60.0
+    """Seconds that a worker may take for a part before others get it."""
+    at: str = ""
+    """ADDRESS:PORT of the coordinator of servers that stand alone; empty: they are started with the run."""
+    keys: str = ""
+    """The file with their keys."""
+    bucket_mb: float = 16.0

@@ -1,0 +1,209 @@
+"""What a worker gives to its shards and gets from them: values, optimizer state, gradients. Names on one side, flat
+ranges on the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shoal.exchange.shards import Shard
+from shoal.server.client import Request
+from shoal.server.link import Link
+from shoal.server.machine import Answer
+from shoal.server.message import Where
+from shoal.server.slabs import Opened
+from shoal.server.view import LEDGER
+from shoal.server.work import ServerRefused
+from shoal.world.memory import put
+
+_TRIES = 200
+"""How often a copy that was torn by an update is made again before the server is asked anew."""
+
+
+class Served:
+    """One worker's shards."""
+
+    def __init__(self, link: Link, shards: Sequence[Shard], vectors: Sequence[torch.Tensor]) -> None:
+        self._link, self._shards, self._vectors = link, shards, vectors
+        self._opened = Opened()
+
+    # To the servers.
+
+    def give(
+        self, groups: Mapping[str, int], optimizer: Mapping[str, Any], how: Mapping[str, Any], step: int
+    ) -> None:
+        """First values, and the optimizer that will change them."""
+        requests = []
+        for shard in self._shards:
+            args = {"pieces": shard.plain_pieces(groups), "optimizer": optimizer, **how}
+            values = self._range(shard).cpu()
+            requests.append(self._call(shard, "init", args, step, values))
+        self._check(requests)
+
+    def give_state(self, optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter], step: int) -> None:
+        """Optimizer state of a checkpoint, where there is any."""
+        requests = []
+        for shard in self._shards:
+            state = [optimizer.state.get(named[piece.name], {}) for piece in shard.pieces]
+            for key in dict.fromkeys(key for entries in state for key in entries):
+                requests.append(self._give_entry(shard, key, state, named, step))
+        self._check([request for request in requests if request is not None])
+
+    def _give_entry(
+        self,
+        shard: Shard,
+        key: str,
+        state: Sequence[Mapping[str, Any]],
+        named: Mapping[str, nn.Parameter],
+        step: int,
+    ) -> Request | None:
+        having = [index for index, entries in enumerate(state) if isinstance(entries.get(key), torch.Tensor)]
+        if not having:
+            return None
+        first: torch.Tensor = state[having[0]][key]
+        each = first.shape == named[shard.pieces[having[0]].name].shape and key != "step"
+        args: dict[str, Any] = {"key": key, "each": each, "pieces": having, "values": None}
+        args["dtype"] = str(first.dtype).removeprefix("torch.")
+        whole = None
+        if each:
+            whole = torch.zeros(shard.size, dtype=first.dtype)
+            for index in having:
+                piece, value = shard.pieces[index], state[index][key].reshape(-1)
+                start = piece.start - shard.start
+                whole[start : start + piece.numel] = value[piece.offset : piece.offset + piece.numel].cpu()
+        else:
+            args["values"] = [float(state[index][key]) for index in having]
+        return self._call(shard, "state", args, step, whole)
+
+    def apply(self, step: int, args: Mapping[str, Any], used: set[str], fresh: int | None) -> None:
+        """Have an update made; `fresh`: and fetch the values as soon as so many steps are applied."""
+        calls, asks = [], []
+        for shard in self._shards:
+            here = [index for index, piece in enumerate(shard.pieces) if piece.name in used]
+            some = {**args, "used": None if len(here) == len(shard.pieces) else here}
+            calls.append(self._call(shard, "apply", some, step))
+            if fresh is not None:
+                asks.append(self._ask(shard, "values", {"applied": fresh}))
+        self._check(calls)
+        for shard, request in zip(self._shards, asks, strict=False):
+            self._receive(shard, request, {"applied": fresh})
+
+    # From the servers.
+
+    def fetch(self, applied: int) -> None:
+        """Fresh values of all shards, with all steps below `applied` in them."""
+        args = {"applied": applied}
+        requests = [self._ask(shard, "values", args) for shard in self._shards]
+        for shard, request in zip(self._shards, requests, strict=True):
+            self._receive(shard, request, args)
+
+    def squares(self, step: int, parts: Sequence[Any], slices: int) -> list[Any]:
+        """Σ g² of each shard, slice by slice of its bucket; or {"norm": ...} of the whole, if the update is made."""
+        requests = []
+        for shard in self._shards:
+            width = shard.bucket.size // slices
+            edges = [
+                min(max(rank * width, shard.start), shard.stop) - shard.start for rank in range(slices + 1)
+            ]
+            edges[-1] = shard.stop - shard.start
+            ranges = [list(pair) for pair in pairwise(edges)]
+            requests.append(self._ask(shard, "squares", {"parts": parts, "ranges": ranges}, step))
+        return [answer.value for answer in self._check(requests)]
+
+    def gradients(self, step: int, parts: Sequence[Any], vectors: Sequence[torch.Tensor]) -> None:
+        """The gradient of a step, into vectors of this worker."""
+        requests = [self._ask(shard, "gradient", {"parts": parts}, step) for shard in self._shards]
+        for shard, answer in zip(self._shards, self._check(requests), strict=True):
+            assert answer.tensor is not None
+            vectors[shard.bucket.index][shard.start : shard.stop].copy_(answer.tensor)
+
+    def take_state(self, optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+        """The whole optimizer state, as if it were kept here."""
+        optimizer.state.clear()
+        keys = self._check([self._ask(shard, "keys") for shard in self._shards])
+        for shard, known in zip(self._shards, keys, strict=True):
+            asked = [self._ask(shard, "state", {"key": key}) for key in known.value]
+            for answer in self._check(asked):
+                self._take_entry(shard, answer, optimizer, named)
+
+    def _take_entry(
+        self, shard: Shard, answer: Answer, optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter]
+    ) -> None:
+        entry = answer.value
+        dtype = getattr(torch, entry["dtype"])
+        for at, index in enumerate(entry["pieces"]):
+            piece = shard.pieces[index]
+            parameter = named[piece.name]
+            state = optimizer.state[parameter]
+            if not entry["each"]:
+                state[entry["key"]] = torch.tensor(entry["values"][at], dtype=dtype)
+                continue
+            if entry["key"] not in state:
+                plain = torch.contiguous_format
+                state[entry["key"]] = torch.zeros_like(parameter, dtype=dtype, memory_format=plain).detach()
+            assert answer.tensor is not None
+            start = piece.start - shard.start
+            whole = state[entry["key"]].view(-1)
+            whole[piece.offset : piece.offset + piece.numel] = answer.tensor[start : start + piece.numel]
+
+    def status(self, shard: int) -> dict[str, Any]:
+        """What a shard says of itself."""
+        with self._link.lock:
+            request = self._link.client.ask(shard, "status")
+        found: dict[str, Any] = self._check([request])[0].value
+        return found
+
+    # How.
+
+    def _receive(self, shard: Shard, request: Request, args: Mapping[str, Any]) -> None:
+        """Copy values that have been asked for; where an update tears the copy, copy again."""
+        target = self._range(shard)
+        while True:
+            answer = self._check([request])[0]
+            if answer.where is None:
+                assert answer.tensor is not None
+                put(target, answer.tensor)
+                return
+            if self._copy(answer.where, target):
+                return
+            request = self._ask(shard, "values", args)
+
+    def _copy(self, where: Where, target: torch.Tensor) -> bool:
+        source = self._opened.tensor(where)
+        word = self._opened.tensor(Where(where.path, 0, 1, torch.int64))
+        if source is None or word is None:
+            return False  # its server has just ended
+        for _ in range(_TRIES):
+            before = int(word)
+            if before % 2 == 0:
+                put(target, source)
+                if int(word) == before:
+                    return True
+            time.sleep(0.0005)
+        return False
+
+    def _range(self, shard: Shard) -> torch.Tensor:
+        return self._vectors[shard.bucket.index][shard.start : shard.stop]
+
+    def _call(
+        self, shard: Shard, name: str, args: Any, clock: int, tensor: torch.Tensor | None = None
+    ) -> Request:
+        with self._link.lock:
+            return self._link.client.call(shard.number, name, args, clock, tensor)
+
+    def _ask(self, shard: Shard, name: str, args: Any = None, clock: int = 0) -> Request:
+        with self._link.lock:
+            return self._link.client.ask(shard.number, name, args, clock)
+
+    def _check(self, requests: Sequence[Request]) -> list[Answer]:
+        self._link.wait(requests)
+        for request in requests:
+            if request.refusal:
+                what = "the ledger" if request.shard == LEDGER else f"shard {request.shard}"
+                raise ServerRefused(f"{what} refused '{request.name}': {request.refusal}")
+        return [request.answer for request in requests if request.answer is not None]

@@ -1,0 +1,183 @@
+"""The client's side: what is sent, sent again, and sent elsewhere after a new view, until it is answered. Sans I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.server.chain import REFUSED, Send
+from shoal.server.machine import Answer
+from shoal.server.message import Kind, Message, Where
+from shoal.server.view import View
+
+RETRY = 0.5
+"""Seconds after which an unanswered call is sent again; a question may have to wait, and is repeated more seldom."""
+RETRY_ASK = 2.0
+
+
+@dataclass
+class Request:
+    """A call or a question under way. `answer` comes with time; `refusal` instead, if it can never be done."""
+
+    kind: Kind
+    shard: int
+    seq: int
+    name: str
+    args: Any
+    clock: int
+    tensor: torch.Tensor | None
+    where: Where | None
+    then: Callable[[Request], None] | None = None
+    answer: Answer | None = None
+    refusal: str = ""
+    sent: float = -1e9
+    done: bool = field(default=False)
+
+
+class Client:
+    """One client of a job's shards. Calls to a shard go out one after the other; questions go at once."""
+
+    def __init__(self, me: int, send: Send, first: int = 0) -> None:
+        """`first`: above every number that an earlier client of this name has used."""
+        self.me, self._send = me, send
+        self.view = View()
+        self._seq = first
+        self._calls: dict[int, deque[Request]] = {}
+        self._asks: dict[tuple[int, int], Request] = {}
+        self.now = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have no answer yet."""
+        return len(self._asks) + sum(len(queue) for queue in self._calls.values())
+
+    def call(
+        self,
+        shard: int,
+        name: str,
+        args: Any = None,
+        clock: int = 0,
+        tensor: torch.Tensor | None = None,
+        where: Where | None = None,
+        then: Callable[[Request], None] | None = None,
+    ) -> Request:
+        """Have something done to a shard. The tensor must stay as it is until the answer is there."""
+        request = self._make(Kind.CALL, shard, name, args, clock, tensor, where, then)
+        queue = self._calls.setdefault(shard, deque())
+        queue.append(request)
+        if len(queue) == 1:
+            self._put(request)
+        return request
+
+    def ask(
+        self,
+        shard: int,
+        name: str,
+        args: Any = None,
+        clock: int = 0,
+        tensor: torch.Tensor | None = None,
+        then: Callable[[Request], None] | None = None,
+    ) -> Request:
+        """Find something out about a shard."""
+        request = self._make(Kind.ASK, shard, name, args, clock, tensor, None, then)
+        self._asks[shard, request.seq] = request
+        self._put(request)
+        return request
+
+    def forget(self, request: Request) -> None:
+        """Nobody waits for this question any more."""
+        self._asks.pop((request.shard, request.seq), None)
+
+    def on_message(self, message: Message, now: float) -> None:
+        """An answer, or a new view."""
+        self.now = now
+        if message.kind == Kind.VIEW:
+            self.change_view(View.from_meta(message.meta), now)
+        elif message.kind == Kind.REPLY:
+            self._take_reply(message)
+
+    def change_view(self, view: View, now: float) -> None:
+        """Act in a later view from now on: everything without an answer goes out anew."""
+        self.now = now
+        if view.epoch > self.view.epoch:
+            self.view = view
+            self.send_again()
+
+    def send_again(self) -> None:
+        """Everything that has no answer yet."""
+        for queue in self._calls.values():
+            if queue:
+                self._put(queue[0])
+        for request in list(self._asks.values()):
+            self._put(request)
+
+    def on_time(self, now: float) -> None:
+        """Called often."""
+        self.now = now
+        for queue in self._calls.values():
+            if queue and now - queue[0].sent >= RETRY:
+                self._put(queue[0])
+        for request in list(self._asks.values()):
+            if now - request.sent >= RETRY_ASK:
+                self._put(request)
+
+    def _make(
+        self,
+        kind: Kind,
+        shard: int,
+        name: str,
+        args: Any,
+        clock: int,
+        tensor: torch.Tensor | None,
+        where: Where | None,
+        then: Callable[[Request], None] | None,
+    ) -> Request:
+        self._seq += 1
+        return Request(kind, shard, self._seq, name, args, clock, tensor, where, then)
+
+    def _put(self, request: Request) -> None:
+        if not self.view.chains:
+            return
+        request.sent = self.now
+        target = self.view.head(request.shard) if request.kind == Kind.CALL else self.view.tail(request.shard)
+        meta = [request.name, request.args]
+        message = Message(
+            request.kind, self.view.epoch, request.shard, self.me, request.seq, 0, request.clock
+        )
+        self._send(target, _with(message, meta, request.tensor, request.where))
+
+    def _take_reply(self, message: Message) -> None:
+        request = self._asks.pop((message.shard, message.seq), None)
+        if request is None:
+            queue = self._calls.get(message.shard)
+            if not queue or queue[0].seq != message.seq:
+                return  # answered before
+            request = queue.popleft()
+            if queue:
+                self._put(queue[0])
+        status, value = message.meta
+        if status == REFUSED:
+            request.refusal = str(value)
+        request.answer = Answer(value, message.tensor, message.where)
+        request.done = True
+        if request.then is not None:
+            request.then(request)
+
+
+def _with(message: Message, meta: Any, tensor: torch.Tensor | None, where: Where | None) -> Message:
+    return Message(
+        message.kind,
+        message.epoch,
+        message.shard,
+        message.client,
+        message.seq,
+        message.place,
+        message.clock,
+        meta,
+        tensor,
+        where,
+    )

@@ -1,0 +1,254 @@
+"""The coordinator: who is alive, and which server holds which shard. Sans I/O.
+
+It decides and remembers nothing that would be lost with it: servers tell it the view they act in and the shards they
+hold with every sign of life, so a new coordinator learns all from them. Each coordinator of a job has a generation,
+larger than the one before; its epochs begin where no earlier one's can reach, so what an earlier one still says is
+ignored everywhere.
+
+No decision rests on clocks being equal: only the time between two messages, by this process's own clock, makes it
+suspect somebody. A suspicion that was wrong costs a server its part in the job, never an update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.server.chain import Send
+from shoal.server.client import Client
+from shoal.server.message import Kind, Message
+from shoal.server.node import BEAT, COORDINATOR
+from shoal.server.view import LEDGER, View, place
+
+SILENCE = 2.0
+"""Seconds without a sign of life after which a process counts as gone; the end of one on this host is seen at once."""
+GENERATION_BITS = 32
+
+
+@dataclass
+class Server:
+    """What is known of a server."""
+
+    address: str
+    heard: float
+    slot: int
+    whole: set[int] = field(default_factory=set)
+    epoch: int = 0
+    load: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Worker:
+    """What is known of a worker."""
+
+    heard: float
+    rank: int
+    held: float = 0.0
+    """How long it has been working on one part, in seconds."""
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a job asks of its servers; the same from every worker."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each shard, the ledger included."""
+    kinds: tuple[str, ...]
+    servers: int
+    replicas: int
+    patience: float
+    """Seconds that a worker may hold a part before others get it."""
+
+
+class Coordinator:
+    """Membership of one job."""
+
+    def __init__(self, generation: int, send: Send) -> None:
+        self._send = send
+        self._base = generation << GENERATION_BITS
+        self.servers: dict[int, Server] = {}
+        self.workers: dict[int, Worker] = {}
+        self.view = View()
+        self.terms: Terms | None = None
+        # Whoever takes over waits for those who know more; the first of all has nothing to learn.
+        self._learning_until: float | None = None if generation == 1 else math.inf
+        self._client = Client(COORDINATOR, send, first=self._base)
+        self._dirty = False
+        self._told = -1e9
+
+    # What comes in.
+
+    def on_message(self, source: int, message: Message, now: float) -> None:
+        """A sign of life, or an answer of the ledger."""
+        if message.kind == Kind.REPLY:
+            self._client.on_message(message, now)
+        elif message.kind in (Kind.HELLO, Kind.ALIVE, Kind.READY):
+            told = message.meta
+            if told["role"] == "server":
+                self._hear_server(source, told, now)
+            else:
+                self._hear_worker(source, message, told, now)
+        elif message.kind == Kind.BYE:
+            self.workers.pop(source, None)
+
+    def gone(self, who: int, now: float) -> None:
+        """A process has ended, as its launcher or its host saw."""
+        if who in self.servers:
+            self.servers[who].heard = -1e9
+        elif who in self.workers:
+            self.workers[who].heard = -1e9
+        self.on_time(now)
+
+    def on_time(self, now: float) -> None:
+        """Called often: notice who is silent, and change the view if it must change."""
+        if self._learning_until == math.inf:
+            self._learning_until = now + SILENCE
+        if self._learning_until is not None and now >= self._learning_until:
+            self._learning_until = None
+            self._dirty = True
+        for who, server in list(self.servers.items()):
+            if now - server.heard > SILENCE:
+                del self.servers[who]
+                self._dirty = True
+        for who, worker in list(self.workers.items()):
+            hung = self.terms is not None and worker.held > self.terms.patience
+            silent = now - worker.heard > SILENCE
+            if (silent or hung) and not worker.lost and self.view.chains:
+                worker.lost = True
+                self._client.call(LEDGER, "lost", {"worker": who})
+            if silent:
+                del self.workers[who]
+        if self._learning_until is None and (self._dirty or not self.view.chains):
+            self._dirty = False
+            self._decide(now)
+        if now - self._told >= 5 * BEAT:  # for those who have missed it
+            self._told = now
+            self._tell(everybody=False)
+        self._client.on_time(now)
+
+    # What it does.
+
+    def _hear_server(self, source: int, told: dict[str, Any], now: float) -> None:
+        known = View.from_meta(told["view"])
+        if known.chains and known.epoch > self.view.epoch:
+            if known.epoch > self._base and known.epoch >> GENERATION_BITS != self._base >> GENERATION_BITS:
+                return  # a later coordinator is at work: this one decides nothing any more
+            if known.epoch < self._base:
+                # A view of an earlier coordinator: go on from it, once all its members had the time to report.
+                self.view = known
+                self._learning_until = now + SILENCE
+        if source not in self.servers:
+            self.servers[source] = Server(str(told["address"]), now, int(told["slot"]))
+            self._dirty = True
+        server = self.servers[source]
+        server.heard, server.epoch, server.load = now, known.epoch, dict(told["load"])
+        whole = {int(shard) for shard in told["whole"]}
+        if known.epoch == self.view.epoch:
+            server.whole = whole
+        if self._learning_until is not None:
+            server.whole |= whole
+            if self.view.chains and set(self.view.addresses) <= set(self.servers):
+                self._learning_until = now  # all have reported
+
+    def _hear_worker(self, source: int, message: Message, told: dict[str, Any], now: float) -> None:
+        worker = self.workers.setdefault(source, Worker(now, int(told["rank"])))
+        worker.heard, worker.held = now, float(told["held"])
+        if worker.held == 0.0:
+            worker.lost = False
+        if self.terms is None and told.get("terms") is not None:
+            sizes, kinds, servers, replicas, patience = told["terms"]
+            self.terms = Terms(tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience))
+            self._dirty = True
+        stale = message.epoch != self.view.epoch and self.view.epoch
+        self._send(source, self._as_message() if stale else Message(Kind.ALIVE, self.view.epoch))
+
+    def _decide(self, now: float) -> None:
+        """The view that fits who is alive; nothing changes if the present one does."""
+        if self.view.failed:
+            return
+        if not self.view.chains:
+            self._begin(now)
+            return
+        alive = self.servers
+        gone = [server for server in self.view.addresses if server not in alive]
+        spare = [server for server in alive if server not in self.view.addresses]
+        missing = any(len(chain) < self.view.replicas for chain in self.view.chains)
+        if not gone and not (spare and missing) and self.view.epoch > self._base:
+            return
+        taken = {slot for server, slot in self.view.slots.items() if server in alive}
+        slots = {server: slot for server, slot in self.view.slots.items() if server in alive}
+        free = sorted(set(self.view.slots.values()) - taken)
+        for server, slot in zip(spare, free, strict=False):
+            slots[server] = slot
+        chains, failed = [], ""
+        for shard, chain in enumerate(self.view.chains):
+            left = [server for server in chain if server in alive]
+            if not any(shard in alive[server].whole for server in left):
+                failed = _lost_sentence(shard, self.view)
+            # Whoever holds the shard whole comes first: the others get it from there.
+            left.sort(key=lambda server: shard not in alive[server].whole)
+            joining = [s for s in slots if s not in left and s in spare]
+            chains.append((*left, *joining[: max(0, self.view.replicas - len(left))]))
+        self._publish(
+            replace(
+                self.view,
+                chains=tuple(chains) if not failed else self.view.chains,
+                addresses={server: alive[server].address for server in slots},
+                slots=slots,
+                failed=failed,
+            ),
+            now,
+        )
+
+    def _begin(self, now: float) -> None:
+        terms = self.terms
+        if terms is None or len(self.servers) < terms.servers:
+            return
+        chosen = sorted(self.servers, key=lambda server: (self.servers[server].slot, server))[: terms.servers]
+        slots = {server: number for number, server in enumerate(chosen)}
+        by_slot = {number: server for server, number in slots.items()}
+        chains = place(terms.sizes, sorted(by_slot), terms.replicas)
+        self._publish(
+            View(
+                chains=tuple(tuple(by_slot[slot] for slot in chain) for chain in chains),
+                addresses={server: self.servers[server].address for server in chosen},
+                kinds=terms.kinds,
+                replicas=terms.replicas,
+                slots=slots,
+            ),
+            now,
+        )
+        for server in chosen:
+            self.servers[server].whole = {s for s, chain in enumerate(self.view.chains) if server in chain}
+
+    def _publish(self, view: View, now: float) -> None:
+        epoch = max(self.view.epoch, self._base) + 1
+        since = {server: view.since.get(server, epoch) for server in view.addresses}
+        self.view = replace(view, epoch=epoch, born=view.born or epoch, since=since)
+        self._told = now
+        self._tell(everybody=True)
+        self._client.change_view(self.view, now)
+
+    def _tell(self, everybody: bool) -> None:
+        if not self.view.epoch:
+            return
+        for server, known in self.servers.items():
+            if everybody or known.epoch != self.view.epoch:
+                self._send(server, self._as_message())
+        if everybody:
+            for worker in self.workers:
+                self._send(worker, self._as_message())
+
+    def _as_message(self) -> Message:
+        return Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta())
+
+
+def _lost_sentence(shard: int, view: View) -> str:
+    what = "the ledger" if shard == LEDGER else f"shard {shard}"
+    return (
+        f"all servers that held {what} have ended, and with them its state ({view.replicas} "
+        f"{'copy' if view.replicas == 1 else 'copies'} of each shard); start again from the last checkpoint, and use "
+        f"replicas={view.replicas + 1} to survive this."
+    )

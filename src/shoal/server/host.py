@@ -1,0 +1,115 @@
+"""Servers and the coordinator on real sockets: their loops, as threads of a process or as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from shoal.server.coordinator import Coordinator
+from shoal.server.dense import Dense
+from shoal.server.keys import JobKeys
+from shoal.server.ledger import Ledger
+from shoal.server.machine import Machine
+from shoal.server.message import Kind
+from shoal.server.node import BEAT, COORDINATOR, Node
+from shoal.server.post import Post, new_id
+from shoal.server.rows import Rows
+from shoal.server.wire import LOOPBACK, Wire
+
+MACHINES: dict[str, Callable[[], Machine]] = {"ledger": Ledger, "dense": Dense, "rows": Rows}
+
+
+def make_machine(kind: str) -> Machine:
+    """The machine of a shard."""
+    return MACHINES[kind]()
+
+
+def serve(
+    coordinator: str,
+    keys: JobKeys | None,
+    listen: str = LOOPBACK,
+    slot: int = -1,
+    me: int = 0,
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Be a server of the job whose coordinator is at an address, until `ended`."""
+    with Wire(me or new_id(), keys, listen) as wire:
+        post = Post(wire)
+        post.know(COORDINATOR, coordinator)
+        node = Node(wire.me, wire.address, make_machine, post.send, slot)
+        # How long what has arrived had to wait: the length of this server's queue, in seconds of work.
+        busy = 0.0
+        node.load = lambda: {"busy": busy, "refused": float(wire.refused)}
+        while not ended():
+            arrived = post.receive(BEAT / 2)
+            began = time.monotonic()
+            for source, message in arrived:
+                if message.kind == Kind.UNSEEN:
+                    node.send_log(message.shard, time.monotonic())
+                else:
+                    node.on_message(source, message, time.monotonic())
+            now = time.monotonic()
+            busy += 0.1 * (now - began - busy)
+            node.on_time(now)
+
+
+def coordinate(
+    keys: JobKeys | None,
+    listen: str = LOOPBACK,
+    generation: int = 1,
+    ready: Callable[[str, Coordinator], None] = lambda *_: None,
+    ended: Callable[[], bool] = lambda: False,
+    gone: Callable[[], list[int]] = list,
+) -> None:
+    """Be the coordinator of a job. `ready` gets its address and itself; `gone` tells who has ended of late."""
+    with Wire(COORDINATOR, keys, listen) as wire:
+        post = Post(wire)
+        coordinator = Coordinator(generation, post.send)
+        ready(wire.address, coordinator)
+        while not ended():
+            for source, message in post.receive(BEAT / 5):
+                coordinator.on_message(source, message, time.monotonic())
+            now = time.monotonic()
+            for who in gone():
+                coordinator.gone(who, now)
+            coordinator.on_time(now)
+
+
+class Threads:
+    """A coordinator and servers as threads of this process: where no launcher has started any."""
+
+    def __init__(self, servers: int, keys: JobKeys | None, listen: str = LOOPBACK) -> None:
+        self._ended = threading.Event()
+        self._keys, self._threads = keys, list[threading.Thread]()
+        self.address = ""
+        self._coordinator: Coordinator | None = None
+        there = threading.Event()
+
+        def ready(address: str, coordinator: Coordinator) -> None:
+            self.address, self._coordinator = address, coordinator
+            there.set()
+
+        self._start(lambda: coordinate(keys, listen, ready=ready, ended=self._ended.is_set))
+        if not there.wait(10.0):
+            raise RuntimeError("the coordinator did not start")
+        self.add(servers, listen)
+
+    def add(self, servers: int, listen: str = LOOPBACK) -> None:
+        """Start more servers."""
+        for _ in range(servers):
+            self._start(lambda: serve(self.address, self._keys, listen, ended=self._ended.is_set))
+
+    def close(self) -> None:
+        """End them all, when the workers have said goodbye: they need the servers to their own end."""
+        while self._coordinator is not None and self._coordinator.workers and self._threads[0].is_alive():
+            time.sleep(0.01)
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _start(self, loop: Callable[[], None]) -> None:
+        thread = threading.Thread(target=loop, name=f"shoal-server-{os.getpid()}", daemon=True)
+        thread.start()
+        self._threads.append(thread)

@@ -1,0 +1,116 @@
+"""A server: its shards, and what it tells the coordinator. Sans I/O: messages in, messages out, time as a number."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from shoal.server.chain import Chain, Send
+from shoal.server.machine import Machine
+from shoal.server.message import Kind, Message
+from shoal.server.view import View
+
+COORDINATOR = 1
+"""Everybody knows the coordinator by this number; whoever takes over the post takes the number too."""
+
+BEAT = 0.1
+"""Seconds between two signs of life."""
+
+_EARLY = 256
+"""Messages of a view that has not come yet are kept: so many, the newest."""
+
+MakeMachine = Callable[[str], Machine]
+
+
+class Node:
+    """One server of a job.
+
+    `slot` is the place among the servers that it was started for, -1 if it takes whichever is free.
+    """
+
+    def __init__(self, me: int, address: str, make_machine: MakeMachine, send: Send, slot: int = -1) -> None:
+        self.me, self.address, self.slot = me, address, slot
+        self._make, self._send = make_machine, send
+        self.view = View()
+        self.chains: dict[int, Chain] = {}
+        self._early: deque[tuple[int, Message]] = deque(maxlen=_EARLY)
+        self._beat = -1e9
+        self.load: Callable[[], dict[str, float]] = dict
+        """What else to tell with each sign of life."""
+
+    def on_message(self, source: int, message: Message, now: float) -> None:
+        """Whatever comes in, from whomever."""
+        if message.kind == Kind.VIEW:
+            self._take_view(View.from_meta(message.meta), now)
+            return
+        chain = self.chains.get(message.shard)
+        if message.epoch > self.view.epoch:
+            self._early.append((source, message))  # its view is on the way here
+            return
+        if message.epoch != self.view.epoch or chain is None:
+            if message.kind in (Kind.CALL, Kind.ASK) and self.view.epoch:
+                self._send(source, Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta()))
+            return
+        if message.kind == Kind.CALL:
+            chain.on_call(source, message, now)
+        elif message.kind == Kind.ASK:
+            chain.on_ask(source, message)
+        elif message.kind == Kind.FORWARD:
+            chain.on_forward(message, now)
+        elif message.kind == Kind.COMMIT:
+            chain.on_commit(message, now)
+        elif message.kind == Kind.SNAPSHOT and chain.on_snapshot(message, now):
+            self._say(Kind.READY, now)
+
+    def on_time(self, now: float) -> None:
+        """Called often: send again what got lost, and a sign of life."""
+        for chain in self.chains.values():
+            chain.on_time(now)
+        if now - self._beat >= BEAT:
+            self._say(Kind.ALIVE, now)
+
+    def send_log(self, shard: int, now: float) -> None:
+        """The next server has not seen memory that an operation pointed to, and gets bytes from now on."""
+        if shard in self.chains and not self.chains[shard].is_tail:
+            self.chains[shard].send_log(now)
+
+    def whole(self) -> list[int]:
+        """The shards whose state is here."""
+        return [shard for shard, chain in self.chains.items() if chain.whole]
+
+    def _say(self, kind: Kind, now: float) -> None:
+        """All that a new coordinator would have to know, every time: it may be another than the last one."""
+        self._beat = now
+        told = {
+            "role": "server",
+            "slot": self.slot,
+            "address": self.address,
+            "whole": self.whole(),
+            "view": self.view.to_meta(),
+            "load": self.load(),
+        }
+        self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=told))
+
+    def _take_view(self, view: View, now: float) -> None:
+        before = self.view.epoch
+        if view.epoch <= before:
+            return
+        since = view.since.get(self.me)
+        if since is None or since > before > 0:
+            self.chains.clear()  # left out, now or in a view that did not get here: what is held counts no more
+        self.view = view
+        mine = {shard for shard, chain in enumerate(view.chains) if self.me in chain}
+        for shard in [shard for shard in self.chains if shard not in mine]:
+            del self.chains[shard]
+        self.slot = view.slots.get(self.me, self.slot)
+        for shard in sorted(mine):
+            if shard not in self.chains:
+                made = Chain(self.me, shard, self._make(view.kinds[shard]), self._send)
+                # Nobody has committed anything without one who is there since the beginning.
+                made.whole = since == view.born and before == 0
+                self.chains[shard] = made
+            self.chains[shard].change_view(view, now)
+        self._say(Kind.READY, now)
+        early, self._early = self._early, deque(maxlen=_EARLY)
+        for source, message in early:
+            self.on_message(source, message, now)

@@ -1,0 +1,95 @@
+"""Between a process's sockets and its handler: memory instead of bytes where two processes share a host.
+
+A message may say where its numbers are (`Where`). To a process of the same host only that is sent, and the receiver
+looks at the memory itself. If it cannot, because the owner of the memory has ended, it says UNSEEN, and gets bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import xxhash
+
+from shoal.server.message import Kind, Message
+from shoal.server.slabs import Opened
+from shoal.server.view import View
+from shoal.server.wire import Wire
+from shoal.world.memory import host_key
+
+_HOST_BITS = 24
+_OWN_BITS = 39
+
+
+def new_id(host: str = "") -> int:
+    """A number for a process of a job, by which others also know on which host it is."""
+    where = xxhash.xxh3_64_intdigest(host_key(host).encode()) >> (64 - _HOST_BITS)
+    return (
+        where << _OWN_BITS | secrets.randbits(_OWN_BITS)
+    ) + 2**16  # small numbers have a meaning of their own
+
+
+def same_host(one: int, other: int) -> bool:
+    """Whether two processes can share memory."""
+    return (one - 2**16) >> _OWN_BITS == (other - 2**16) >> _OWN_BITS
+
+
+class Post:
+    """One process's letter box."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.opened = Opened()
+        self._addresses: dict[int, str] = {}
+        self._blind: set[int] = set()
+        """Who has not seen memory that we pointed to: gets bytes from then on."""
+        self.shared_bytes = 0
+        """What others read in memory instead of on the wire."""
+
+    def know(self, peer: int, address: str) -> None:
+        """Where a process listens."""
+        self._addresses[peer] = address
+        self.wire.connect(peer, address)
+
+    def send(self, peer: int, message: Message) -> None:
+        """Send, or not: nothing is promised."""
+        if message.where is not None:
+            if same_host(self.wire.me, peer) and peer not in self._blind:
+                if message.tensor is not None:
+                    self.shared_bytes += message.tensor.nbytes
+                message = replace(message, tensor=None)
+            else:
+                message = replace(message, where=None)
+        if message.kind == Kind.REPLY and message.tensor is not None:
+            # The socket sends later, and by then the values may have changed.
+            message = replace(message, tensor=message.tensor.clone())
+        self.wire.send(peer, message)
+
+    def receive(self, timeout: float) -> list[tuple[int, Message]]:
+        """What has come, with its tensors."""
+        found = []
+        for source, message in self.wire.receive(timeout):
+            if message.kind == Kind.UNSEEN:
+                self._blind.add(source)
+            elif message.kind == Kind.VIEW:
+                self._meet(View.from_meta(message.meta))
+            if message.where is not None:
+                tensor = self.opened.tensor(message.where)
+                if tensor is None:
+                    self.wire.send(source, replace(message, kind=Kind.UNSEEN, where=None, meta=None))
+                    continue
+                message = replace(message, tensor=tensor)
+            found.append((source, message))
+        return found
+
+    def _meet(self, view: View) -> None:
+        for peer, address in view.addresses.items():
+            if peer != self.wire.me and self._addresses.get(peer) != address:
+                self.know(peer, address)
+        for peer in [p for p in self._addresses if p not in view.addresses and p >= 2**16]:
+            del self._addresses[peer]
+            self.wire.disconnect(peer)
+
+    def close(self, linger: float = 0.0) -> None:
+        self.wire.close(linger)
+        self.opened.close()

@@ -1,0 +1,119 @@
+"""Who serves which shard: a view, numbered by its epoch, and how shards are placed on servers.
+
+Every message says in which epoch its sender acts. A server takes part in one epoch at a time and never in an earlier
+one, so whoever was dropped from a view, and does not know it yet, can change nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+LEDGER = 0
+"""The first shard is the ledger: who works on what."""
+
+_SLACK = 1.1
+"""A server may hold this much more than an equal part of the bytes, to stay where the hash puts a shard."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One epoch: the chain of each shard, head first, and what everybody needs to know of the job."""
+
+    epoch: int = 0
+    chains: tuple[tuple[int, ...], ...] = ()
+    """Server ids; empty until enough servers are there."""
+    addresses: Mapping[int, str] = field(default_factory=dict)
+    """Where each server listens."""
+    kinds: tuple[str, ...] = ()
+    """What each shard is, as the workers asked for it."""
+    replicas: int = 1
+    failed: str = ""
+    """A sentence if the job cannot go on: a shard is lost."""
+    slots: Mapping[int, int] = field(default_factory=dict)
+    """Which place among the servers each of them has taken: a new one takes the place of one that is gone."""
+    born: int = 0
+    """The epoch in which the job began. Shards of those who are there since then began with nothing."""
+    since: Mapping[int, int] = field(default_factory=dict)
+    """The epoch in which each server came. One that was left out meanwhile has come anew, and knows nothing."""
+
+    def head(self, shard: int) -> int:
+        return self.chains[shard][0]
+
+    def tail(self, shard: int) -> int:
+        return self.chains[shard][-1]
+
+    def to_meta(self) -> list[Any]:
+        """As a plain value."""
+        return [
+            self.epoch,
+            [list(chain) for chain in self.chains],
+            [[server, address] for server, address in self.addresses.items()],
+            list(self.kinds),
+            self.replicas,
+            self.failed,
+            [[server, slot] for server, slot in self.slots.items()],
+            self.born,
+            [[server, epoch] for server, epoch in self.since.items()],
+        ]
+
+    @staticmethod
+    def from_meta(meta: Any) -> View:
+        """Read back what `to_meta` gave; ValueError if it is not such a value.
+
+        >>> view = View(3, ((7, 8),), {7: "tcp://127.0.0.1:1"}, ("ledger",), 2, "", {7: 0, 8: 1}, 1, {7: 1, 8: 3})
+        >>> View.from_meta(view.to_meta()) == view
+        True
+        """
+        try:
+            epoch, chains, addresses, kinds, replicas, failed, slots, born, since = meta
+            return View(
+                int(epoch),
+                tuple(tuple(int(server) for server in chain) for chain in chains),
+                {int(server): str(address) for server, address in addresses},
+                tuple(str(kind) for kind in kinds),
+                int(replicas),
+                str(failed),
+                {int(server): int(slot) for server, slot in slots},
+                int(born),
+                {int(server): int(epoch) for server, epoch in since},
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a view: {error}") from None
+
+
+def place(sizes: Sequence[int], slots: Sequence[int], replicas: int) -> list[list[int]]:
+    """The chain of each shard of so many bytes, as places of servers, head first.
+
+    Each shard draws a number for every place and takes the highest (rendezvous hashing), unless a place has its part
+    of the bytes already: then the next. So an added place takes shards from all others and little else moves.
+
+    >>> place([10, 10, 10, 10], [0, 1], replicas=2)
+    [[1, 0], [0, 1], [1, 0], [0, 1]]
+    """
+    if replicas > len(slots):
+        raise ValueError(f"{replicas} replicas need as many servers; there are {len(slots)}")
+    held = dict.fromkeys(slots, 0)
+    heads = dict.fromkeys(slots, 0)
+    room = _SLACK * sum(sizes) / len(slots)
+    chains: list[list[int]] = [[] for _ in sizes]
+    for shard in sorted(range(len(sizes)), key=lambda s: (-sizes[s], s)):
+        drawn = sorted(slots, key=lambda slot: _draw(shard, slot), reverse=True)
+        size = sizes[shard]
+        # The head works most: it receives what workers send. So heads are spread first, then the copies.
+        fits = [slot for slot in drawn if heads[slot] + size <= room]
+        head = fits[0] if fits else min(drawn, key=lambda slot: heads[slot])
+        rest = [slot for slot in drawn if slot != head]
+        rest.sort(key=lambda slot: held[slot] + size > room * replicas)  # stable: the order drawn within each
+        chains[shard] = [head, *rest[: replicas - 1]]
+        heads[head] += size
+        for slot in chains[shard]:
+            held[slot] += size
+    return chains
+
+
+def _draw(shard: int, slot: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(f"shard {shard} slot {slot}".encode()))

@@ -1,0 +1,67 @@
+"""What simulated workers saw, and whether it fits one order of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass
+class Read:
+    """The values of a shard as a worker saw them."""
+
+    shard: int
+    asked: float
+    answered: float
+    step: int
+    """The step it was read for."""
+    parts: frozenset[int]
+
+
+@dataclass
+class Write:
+    """A part applied to a shard; never answered if its worker was lost first."""
+
+    shard: int
+    asked: float
+    answered: float
+    number: int
+
+
+@dataclass
+class History:
+    """What the workers saw."""
+
+    reads: list[Read] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    claims: list[tuple[int, int]] = field(default_factory=list)
+    """(step, oldest step that was not over) of every claim."""
+    finished: int = 0
+    kills: int = 0
+    longest: float = 0.0
+    """The longest time between two answers that any worker saw."""
+
+
+def check_linearised(history: History, shards: int, label: str) -> None:
+    """Reads and writes of each shard fit one order that agrees with time.
+
+    Values only grow by parts, so three things suffice: a read has all that was answered before it was asked, nothing
+    that was asked after it was answered, and of two reads one contains the other, the later one the earlier's.
+    """
+    for shard in range(1, shards + 1):
+        writes = [write for write in history.writes if write.shard == shard]
+        first: dict[int, float] = {}
+        acked: dict[int, float] = {}
+        for write in writes:
+            first[write.number] = min(first.get(write.number, float("inf")), write.asked)
+            acked[write.number] = min(acked.get(write.number, float("inf")), write.answered)
+        reads = sorted((read for read in history.reads if read.shard == shard), key=lambda r: len(r.parts))
+        for read in reads:
+            missing = {n for n, time in acked.items() if time < read.asked} - read.parts
+            assert not missing, f"{label}: a read of shard {shard} misses acknowledged parts {missing}"
+            early = {n for n in read.parts if first.get(n, float("inf")) > read.answered}
+            assert not early, f"{label}: a read of shard {shard} shows parts {early} before they were sent"
+        for small, large in pairwise(reads):
+            assert small.parts <= large.parts, f"{label}: two reads of shard {shard} contradict each other"
+            if large.answered < small.asked:
+                assert small.parts == large.parts, f"{label}: a later read of shard {shard} shows less"

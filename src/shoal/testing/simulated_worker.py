@@ -1,0 +1,164 @@
+"""A worker of the simulation: its conversations with the servers are the real ones, what it computes is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shoal.server.client import Client, Request
+from shoal.server.message import Kind, Message
+from shoal.server.node import COORDINATOR
+from shoal.server.view import LEDGER
+from shoal.server.work import Claim, Work
+from shoal.testing.history import History, Read, Write
+from shoal.testing.network import Network, converse
+from shoal.testing.shape import Shape
+
+
+class Sea(Protocol):
+    """What workers swim in."""
+
+    shape: Shape
+    network: Network
+    history: History
+
+
+class SimulatedWorker:
+    """A worker that computes nothing: its conversations are the real ones."""
+
+    def __init__(self, tide: Sea, me: int, rank: int, send: Callable[[int, Message], None]) -> None:
+        self.tide, self.me, self.rank, self._send = tide, me, rank, send
+        shape = tide.shape
+        self.client = Client(me, send)
+        self.work = Work(self.client, rank, range(1, shape.shards + 1))
+        self.finished = False
+        self._beat = -1.0
+        self._heard = tide.network.now
+        converse(tide.network, self._live(), self._end)
+
+    def on_message(self, source: int, message: Message, now: float) -> None:
+        del source
+        if message.kind == Kind.REPLY and not self.finished:
+            self.tide.history.longest = max(self.tide.history.longest, now - self._heard)
+            self._heard = now
+        self.client.on_message(message, now)
+
+    def on_time(self, now: float) -> None:
+        self.client.on_time(now)
+        shape = self.tide.shape
+        kinds = ["ledger", *["dense"] * shape.shards]
+        terms = [[1] * (shape.shards + 1), kinds, shape.servers, shape.replicas, 60.0]
+        if now - self._beat >= 0.1 and not self.finished:
+            self._beat = now
+            told = {"role": "worker", "rank": self.rank, "held": 0.0, "terms": terms}
+            self._send(COORDINATOR, Message(Kind.ALIVE, self.client.view.epoch, client=self.me, meta=told))
+
+    def _end(self, _: Any) -> None:
+        self.finished = True
+        self.tide.history.finished += 1
+        self._send(COORDINATOR, Message(Kind.BYE, client=self.me))
+
+    def _live(self) -> Generator[Sequence[Request], None, None]:
+        shape, work = self.tide.shape, self.work
+        joined = yield from work.join()
+        if not joined["ready"]:
+            if self.rank == 0:
+                pieces = [[0, shape.steps * shape.workers, 0]]
+                description = {"kind": "SGD", "groups": [{"lr": 1.0}]}
+                init = {
+                    "pieces": pieces,
+                    "optimizer": description,
+                    "aggregate": "weighted",
+                    "hold": not shape.together,
+                }
+                values = torch.zeros(shape.steps * shape.workers, dtype=torch.float64)
+                requests = [self.client.call(shard, "init", init, tensor=values) for shard in work.shards]
+                yield requests
+                yield from work.begin(0, None)
+            yield from work.wait_ready()
+        windows = [[0, shape.window, int(shape.together)]]
+        yield from work.agree({"parts": shape.workers, "stop": shape.steps, "windows": windows, "backup": 0})
+        while (claim := (yield from work.claim())) is not None:
+            self.tide.history.claims.append((claim.step, claim.floor))
+            yield from self._step(claim)
+
+    def _step(self, claim: Claim) -> Generator[Sequence[Request], None, None]:
+        shape, work, step = self.tide.shape, self.work, claim.step
+        yield from self._read(step)
+        part = claim.part
+        while part >= 0:
+            yield from self._compute()
+            for shard in work.shards:
+                work.stage(shard, (step, part), 0, self._gradient(step, part))
+            if not shape.together:
+                yield from self._apply(step, [part])
+                yield from work.done((step, part), 1.0, 1.0, "1")
+                return
+            yield from work.done((step, part), 1.0, 1.0, "1")
+            found = yield from work.tally(step)
+            part = found.get("part", -1)
+        if claim.part < 0:
+            found = yield from work.tally(step)
+            if "part" in found:
+                raise AssertionError("a part was free, and the claim said that none was")
+        if "over" not in found:
+            yield from self._apply(step, [part for part, _ in found["parts"]])
+            work.applied(step)
+
+    def _apply(self, step: int, parts: Sequence[int]) -> Generator[Sequence[Request], None, None]:
+        shape, history, network = self.tide.shape, self.tide.history, self.tide.network
+        yield from self.work.staged()
+        started: list[Write] = []
+        args = {
+            "parts": [[part, 1.0] for part in parts],
+            "factor": 1.0,
+            "limit": None,
+            "settings": [{"lr": 1.0}],
+            "used": None,
+            "share": 1.0,
+            "whole": shape.together,
+            "floor": self.work.floor,
+        }
+        requests = []
+        for shard in self.work.shards:
+            for part in parts:
+                started.append(Write(shard, network.now, float("inf"), step * shape.workers + part))
+            requests.append(self.client.call(shard, "apply", args, step))
+        history.writes.extend(started)
+        yield requests
+        for write in started:
+            write.answered = network.now
+
+    def _read(self, step: int) -> Generator[Sequence[Request], None, None]:
+        network = self.tide.network
+        asked = network.now
+        applied = step if self.tide.shape.together else 0
+        requests = [self.client.ask(shard, "values", {"applied": applied}) for shard in self.work.shards]
+        for request in requests:
+            yield (request,)
+            assert request.answer is not None
+            assert request.answer.tensor is not None
+            values = request.answer.tensor
+            parts = frozenset(torch.nonzero(values).view(-1).tolist())
+            assert set(values.tolist()) <= {0.0, -1.0}, f"a part was applied twice: {values.tolist()}"
+            self.tide.history.reads.append(Read(request.shard, asked, network.now, step, parts))
+
+    def _compute(self) -> Generator[Sequence[Request], None, None]:
+        """Takes some time, a slow worker's more."""
+        done = Request(Kind.ASK, LEDGER, 0, "", None, 0, None, None)
+
+        def finish() -> None:
+            done.done = True
+            if done.then is not None:
+                done.then(done)
+
+        slow = 8 if self.rank == 1 and self.tide.network.random.random() < 0.3 else 1
+        self.tide.network.after(self.tide.network.random.uniform(0.01, 0.05) * slow, finish)
+        yield (done,)
+
+    def _gradient(self, step: int, part: int) -> torch.Tensor:
+        gradient = torch.zeros(self.tide.shape.steps * self.tide.shape.workers, dtype=torch.float64)
+        gradient[step * self.tide.shape.workers + part] = 1.0
+        return gradient
