@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 
 from shoal.world.memory import copy
 from shoal.world.shm import register_backend
+from shoal.world.shm_ops import LINE, line_bytes
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 100 * MB)
@@ -42,8 +43,6 @@ Case = tuple[str, int, Callable[[dist.ProcessGroup], None]]
 Row = tuple[int, str, int, float, float, float | None]
 """Workers, operation, bytes, median seconds of shoal and of gloo, and the limit where it is measured."""
 LARGE = (16 * MB, 100 * MB)
-SLOTS, CHUNK = 12, MB
-"""As the all-reduce itself has them."""
 
 
 def cases(size: int) -> list[Case]:
@@ -80,14 +79,14 @@ def measure(call: Callable[[dist.ProcessGroup], None], groups: list[dist.Process
 
 def limit(nbytes: int) -> float:
     """Median seconds of the passes over memory that an all-reduce needs, with nobody to wait for."""
-    chunks = torch.zeros(nbytes // 4).split(CHUNK // 4)
-    slots = [torch.zeros(CHUNK // 4) for _ in range(SLOTS)]
+    chunks = torch.zeros(nbytes // 4).split(LINE // 4)
+    slots = torch.zeros(line_bytes(dist.get_world_size()) // 4).split(LINE // 4)
     times = []
     for _ in range(12):
         dist.barrier()
         begun = time.perf_counter()
         for i, chunk in enumerate(chunks):
-            slot = slots[i % SLOTS][: chunk.numel()]
+            slot = slots[i % len(slots)][: chunk.numel()]
             torch.add(slot, chunk, out=slot)
             copy(chunk, slot)
         dist.barrier()

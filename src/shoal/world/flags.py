@@ -3,8 +3,8 @@
 Every rank owns some lines of the control page and only it writes there: a counter that never goes back, a
 mark that says "I sleep until that rank's counter is so far", and who it is (process id and start time).
 Waiting for a peer is reading its counter: a short poll first, since the peer is often only microseconds
-behind, then futex(2), called through ctypes so that other threads of this process run meanwhile. Every 100 ms
-of sleep the waiter looks whether its peers still live.
+behind, then perhaps sched_yield(2), then futex(2), called through ctypes so that other threads of this process
+run meanwhile. Every 100 ms of sleep the waiter looks whether its peers still live.
 
 Only for x86-64, where stores become visible in the order they were made: data first, counter second.
 """
@@ -59,6 +59,9 @@ class Needs(NamedTuple):
     """Pairs of a peer and how far its counter must be ahead of mine (or may be behind, if negative)."""
     left: int
     """Rounds this rank has yet to publish in this collective: a peer that ends before its own is lost."""
+    brief: bool = False
+    """Whether the peers' steps take no longer than a sleep and a wake. With more workers than cores this rank then
+    first offers its core once; not for long steps, since whoever offers loses a turn to programs of others."""
 
 
 class Flags:
@@ -77,10 +80,11 @@ class Flags:
         peers = [(rank + step) % size for step in range(1, size)]
         self._counters = [peer * _STRIDE + _COUNTER for peer in peers]
         self._sleeps = [peer * _STRIDE + _SLEEPS for peer in peers]
-        self._polls = _POLLS_TOGETHER if size <= len(os.sched_getaffinity(0)) else _POLLS_CROWDED
+        self._crowded = size > len(os.sched_getaffinity(0))
         self._fence = threading.Lock()
         self._pause = _Timespec(0, int(_LOOK * 1e9))
-        self._futex = ctypes.CDLL(None).syscall
+        libc = ctypes.CDLL(None)
+        self._futex, self._yield = libc.syscall, libc.sched_yield
         number, pointer = ctypes.c_long, ctypes.c_void_p
         self._futex.argtypes = [number, pointer, number, number, pointer, pointer, number]
         self._words[rank * _STRIDE + _PID] = os.getpid()
@@ -108,7 +112,7 @@ class Flags:
         `patient`: poll for long, since nothing else in this process needs the core.
         """
         words, target = self._words, self.count
-        polls = self._polls if patient else _POLLS_CROWDED
+        polls = _POLLS_CROWDED if self._crowded or not patient else _POLLS_TOGETHER
         if needs is None:
             for counter in self._counters:
                 if words[counter] < target:
@@ -116,6 +120,8 @@ class Flags:
             return
         for peer, ahead in needs.counts:
             counter = peer * _STRIDE + _COUNTER
+            if words[counter] < target + ahead and needs.brief and patient and self._crowded:
+                self._yield()
             if words[counter] < target + ahead:
                 self._wait(counter, target + ahead, target + needs.left, what, polls)
 

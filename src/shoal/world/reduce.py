@@ -24,17 +24,28 @@ _COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
 
 def reduce_in_order(op: ReduceOp, parts: Sequence[Tensor], out: Tensor, ranks: int) -> None:
     """out = ((p0 ∘ p1) ∘ p2) ∘ …; `out` may be p0 or p1, but no later part. A mean is one over `ranks`."""
-    kind = _kind(op)
-    combine = _COMBINE[kind]
     if len(parts) == 1:
         copy(out, parts[0])
         return
+    combine = combiner(op)
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
-    if kind == ReduceOp.AVG and ranks > 1:
-        whole = not (out.is_floating_point() or out.is_complex())  # whole numbers are cut off, as NCCL does
-        out.div_(ranks, rounding_mode="trunc" if whole else None)
+    if _kind(op) == ReduceOp.AVG:
+        _divide(out, ranks)
+
+
+def combiner(op: ReduceOp, ranks: int = 1) -> Callable[..., Tensor]:
+    """A function of two parts and `out=`. If `ranks` is above 1 they are the last two, and a mean is divided."""
+    combine = _COMBINE[_kind(op)]
+    if _kind(op) != ReduceOp.AVG or ranks == 1:
+        return combine
+    return lambda a, b, out: _divide(combine(a, b, out=out), ranks)
+
+
+def _divide(total: Tensor, ranks: int) -> Tensor:
+    whole = not (total.is_floating_point() or total.is_complex())  # whole numbers are cut off, as NCCL does
+    return total.div_(ranks, rounding_mode="trunc" if whole else None)
 
 
 def check_op(op: ReduceOp) -> None:

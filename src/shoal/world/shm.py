@@ -28,7 +28,7 @@ from shoal.world.launch import from_environment
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion, host_key
 from shoal.world.reduce import check_op
 from shoal.world.shm_flat import Batch, as_bytes, cut, numbers
-from shoal.world.shm_ops import LINE, SLOTS, Staging, pieces, region_bytes
+from shoal.world.shm_ops import Staging, line_bytes, pieces, region_bytes
 from shoal.world.shm_work import Driver, SharedWork
 
 NAME = "shoal"
@@ -59,7 +59,7 @@ class SharedMemoryGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form for groups written in Python
         self._rank, self._size = rank, size
         self._name = self._description = ""
-        region = SharedRegion.create(store, "staging", rank, size, region_bytes(size), SLOTS * LINE)
+        region = SharedRegion.create(store, "staging", rank, size, region_bytes(size), line_bytes(size))
         self._ops = Staging(region, rank, size)
         self._driver = Driver(Flags(region, rank, size, timeout.total_seconds()), f"shoal-group-{rank}")
         self._pairs = Pairs(store, rank, timeout)

@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 
 from shoal.world.flags import Needs, control_bytes
 from shoal.world.memory import SharedRegion, copy
-from shoal.world.reduce import overlap, reduce_in_order
+from shoal.world.reduce import combiner, overlap, reduce_in_order
 
 Rounds = Iterator[Needs | None]
 """A collective under way: each item says "my part of this round is written", and whom to wait for."""
@@ -39,14 +39,11 @@ ALL_READ_ALL = 4 << 20
 """Up to so many bytes times ranks, everybody reads everything in an all-reduce; beyond, ranks line up."""
 CHUNK_PAIR = 1 << 20
 """Bytes per round where everybody reads everything: less would wait more often, more leave the L2 cache."""
-LINE = 1 << 20
-"""Bytes of the largest chunk of a large all-reduce of more than two ranks."""
+LINE = 768 << 10
+"""Bytes of the largest chunk of a large all-reduce: what its ranks have under way at once must stay in the L3
+cache, or every chunk is fetched a second time when its result is copied over it."""
 LINE_STEPS = 16
 """Chunks it is cut into, if not too large: more would wait more often, fewer leave ends of the line idle."""
-LAG = 6
-"""Steps between adding to a chunk and copying its result: how far the ranks of a line may drift apart."""
-SLOTS = 12
-"""Chunks under way at once; more than LAG, so that the first rank does not wait for the slowest copier."""
 CHUNK_SUM = 256 << 10
 """Bytes reduced per step, so that the running result of more than two parts stays in the L2 cache."""
 
@@ -55,7 +52,12 @@ _SUM = ReduceOp(ReduceOp.SUM)
 
 def region_bytes(size: int) -> int:
     """Bytes a group of `size` ranks shares: control page, staging areas, and at the end the slots of the line."""
-    return control_bytes(size) + size * 2 * HALF + SLOTS * LINE
+    return control_bytes(size) + size * 2 * HALF + line_bytes(size)
+
+
+def line_bytes(size: int) -> int:
+    """Bytes of the slots through which the chunks of large all-reduces go: two per rank."""
+    return 2 * size * LINE
 
 
 class Staging:
@@ -96,56 +98,53 @@ class Staging:
         Both then copy the result out of the slot. Every element is copied in once, added once and copied out
         twice, half of that by each rank; if both laid out everything, it would be added twice as well.
         """
-        each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()
-        chunks = pieces(tensor, each)
-        slots = self._slots(tensor.dtype)
+        chunks, slots = self._chunks(tensor)
+        combine = combiner(op, 2)  # two terms have no order to keep
         self._next(tensor.dtype)
         pairs = (len(chunks) + 1) // 2
         for turn in range(pairs + 1):
             led, theirs, done = 2 * turn + self.rank, 2 * turn + 1 - self.rank, 2 * turn - 2 + self.rank
             if led < len(chunks):
-                slots[led % 4][: chunks[led].numel()].copy_(chunks[led])
+                slots[led].copy_(chunks[led])
             yield None  # the other has laid out its chunk, and added to mine of the turn before
             if 0 <= done < len(chunks):
-                copy(chunks[done], slots[done % 4][: chunks[done].numel()])
+                copy(chunks[done], slots[done])
             if theirs < len(chunks):
-                slot = slots[theirs % 4][: chunks[theirs].numel()]
-                reduce_in_order(op, (slot, chunks[theirs]), slot, 2)  # two terms have no order to keep
-                copy(chunks[theirs], slot)
+                combine(slots[theirs], chunks[theirs], out=slots[theirs])
+                copy(chunks[theirs], slots[theirs])
 
     def _all_reduce_in_line(self, tensor: Tensor, op: ReduceOp) -> Rounds:
         """One running result per chunk goes down the line of ranks; each adds its own, later all copy it.
 
-        In step s a rank adds to chunk s and copies out chunk s - LAG. That is two passes over the data, where
-        slices with owners would take three. Ranks are not in step: each waits only for the rank before it,
-        for the last one (LAG steps ago), and the first rank also for slots to come free.
+        In step s a rank adds to chunk s and copies out chunk s - size, which the last rank has reached if all
+        go at one pace. That is two passes over the data, where slices with owners would take three. Ranks are
+        not in step: each waits only for the rank before it and, `size` steps ago, for the last one; the first
+        rank, which is about to write over the slot of chunk s - 2 * size, for all that copy it.
         """
-        n, me = self.size, self.rank
-        each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()
-        chunks = pieces(tensor, each)
-        slots = [slot[:each] for slot in self._slots(tensor.dtype)]
+        size, me, last = self.size, self.rank, self.size - 1
+        chunks, slots = self._chunks(tensor)
+        combine = combiner(op, size if me == last else 1)
+        adds = [(me - 1, 1)] if me > 0 else []
+        copies = [(peer, 1 - size) for peer in (self.peers if me == 0 else [last] if me < last else [])]
+        steps = range(len(chunks) + size)
+        needs = [(adds if s < len(chunks) else []) + (copies if s >= size else []) for s in steps]
+        if me == 0:
+            needs[0] = [(peer, 0) for peer in self.peers]  # all have left the collective before this one
+        brief = chunks[0].nbytes < LINE
         self._next(tensor.dtype)
-        steps = len(chunks) + LAG
-        for step in range(steps):
-            needs = [(me - 1, 1)] if me > 0 and step < len(chunks) else []
-            if me == 0 and step == 0:  # all have left the collective before this one
-                needs = [(peer, 0) for peer in self.peers]
-            if me == 0 and step >= SLOTS:
-                needs = [(peer, LAG + 1 - SLOTS) for peer in self.peers]
-            if step >= LAG and me < n - 1:
-                needs.append((n - 1, 1 - LAG))
-            yield Needs(needs, steps - step)
+        for step in steps:
+            yield Needs(needs[step], len(steps) - step, brief)
             if step < len(chunks):
-                slot, chunk = slots[step % SLOTS][: chunks[step].numel()], chunks[step]
+                chunk, slot = chunks[step], slots[step]
                 if me == 0:
                     slot.copy_(chunk)
-                elif me < n - 1:
-                    reduce_in_order(op, (slot, chunk), slot, 1)
+                elif me < last:
+                    combine(slot, chunk, out=slot)
                 else:  # the last rank has the result at once
-                    reduce_in_order(op, (slot, chunk), chunk, n)
+                    combine(slot, chunk, out=chunk)
                     slot.copy_(chunk)
-            if step >= LAG and me < n - 1:
-                copy(chunks[step - LAG], slots[(step - LAG) % SLOTS])
+            if step >= size and me < last:
+                copy(chunks[step - size], slots[step - size])
 
     def reduce_scatter(self, out: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> Rounds:
         """`out` becomes the reduction of everybody's `inputs[rank]`; all tensors have as many elements."""
@@ -252,11 +251,19 @@ class Staging:
         self._half ^= 1
         return areas[self._half]
 
-    def _slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """The slots in which chunks go down the line."""
+    def _chunks(self, tensor: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """`tensor` cut into chunks, and the slot of each, which chunks further on use again.
+
+        All views are made here: between passes over memory Python's own data is out of the cache, and each
+        line of it costs a multiple. Slots start at the same places whatever the size of chunks: a rank may begin
+        with its own while the other still reads another slot of the collective before.
+        """
+        each = max(SMALL, min(LINE, tensor.nbytes // LINE_STEPS // 64 * 64)) // tensor.element_size()
+        chunks = pieces(tensor, each)
         start = control_bytes(self.size) + self.size * 2 * HALF
-        count = LINE // dtype.itemsize
-        return [self._region.tensor(dtype, start + slot * LINE, count) for slot in range(SLOTS)]
+        room = self._region.tensor(tensor.dtype, start, line_bytes(self.size) // tensor.element_size())
+        slots = pieces(room, LINE // tensor.element_size())
+        return chunks, [slots[i % len(slots)][: chunk.numel()] for i, chunk in enumerate(chunks)]
 
     def _map(self, dtype: torch.dtype, half: int) -> list[Tensor]:
         start = control_bytes(self.size) + half * HALF
