@@ -3,6 +3,7 @@
     strategy  =  call { "*" call } [ "+" call ]
     call      =  name [ "(" item { "," item } ")" ]
     item      =  [ name "=" ] value
+    value     =  a number, true, false, a word, or a call, as in aggregate=trimmed(0.1)
 
 The first call names the exchange; `tpN` and `ppN` fill the tensor and pipeline slots in either order; what
 follows `+` is the compressor. Parsing knows no table: whether a name exists is for `plan/check` to say.
@@ -178,17 +179,21 @@ class _Reader:
             raise ConfigError(f"{self.kind} '{self.text}': expected a name or a value, found {found}.")
         return self.tokens.pop()
 
-    def call(self) -> Call:
-        name = self.word()
+    def value(self, word: str) -> Value:
+        """A plain value; or a call within the call, which stays text until somebody asks what it means."""
+        return str(self.call(word)) if self.tokens[-1:] == ["("] else parse_value(word)
+
+    def call(self, word: str = "") -> Call:
+        name = word or self.word()
         args: list[Value] = []
         options: list[tuple[str, Value]] = []
         if self.take("(") and not self.take(")"):
             while True:
                 word = self.word()
                 if self.take("="):
-                    options.append((word, parse_value(self.word())))
+                    options.append((word, self.value(self.word())))
                 else:
-                    args.append(parse_value(word))
+                    args.append(self.value(word))
                 if self.take(")"):
                     break
                 if not self.take(","):

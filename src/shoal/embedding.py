@@ -6,7 +6,7 @@ batch, computes with a copy, and afterwards hands over the gradient of that copy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -89,15 +89,7 @@ class SparseEmbedding(nn.Module):
         """
         touched, self._touched = self._touched, []
         # A forward pass that was run again to save memory, or whose result was not used, has no gradient.
-        found = [(ids, leaf.grad.detach().cpu()) for ids, leaf in touched if leaf.grad is not None]
-        if len(found) < 2:
-            return found
-        together = torch.unique(torch.cat([ids for ids, _ in found]))
-        total = torch.zeros(len(together), self.dim, dtype=found[0][1].dtype)
-        for ids, gradient in found:
-            places = torch.searchsorted(together, ids)
-            total.index_copy_(0, places, total.index_select(0, places).add_(gradient))
-        return [(together, total)]
+        return sum_rows([(ids, leaf.grad.detach().cpu()) for ids, leaf in touched if leaf.grad is not None])
 
     def extra_repr(self) -> str:
         shown = f"rows={self.rows}, dim={self.dim}, std={self.std}"
@@ -120,3 +112,20 @@ class SparseEmbedding(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return self
+
+
+def sum_rows(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of unique ids and a row for each, as one such pair with ids in ascending order; none stay none.
+
+    >>> one, other = (torch.tensor([2, 5]), torch.ones(2, 1)), (torch.tensor([5, 1]), torch.ones(2, 1))
+    >>> [(ids.tolist(), rows.tolist()) for ids, rows in sum_rows([one, other])]
+    [([1, 2, 5], [[1.0], [1.0], [2.0]])]
+    """
+    if len(found) < 2:
+        return list(found)
+    together = torch.unique(torch.cat([ids for ids, _ in found]))
+    total = torch.zeros(len(together), found[0][1].shape[1], dtype=found[0][1].dtype)
+    for ids, rows in found:
+        places = torch.searchsorted(together, ids)
+        total.index_copy_(0, places, total.index_select(0, places).add_(rows))
+    return [(together, total)]

@@ -23,6 +23,8 @@ class Aggregate(ABC):
     summary: ClassVar[str]
     sums: ClassVar[bool] = False
     """True if it is the plain sum in the order of parts, so that parts may be added up as they come."""
+    compares: ClassVar[bool] = False
+    """True if it looks at several parts beside each other, and one alone tells it nothing."""
 
     @abstractmethod
     def combine(self, parts: Sequence[torch.Tensor], counts: Sequence[float], out: torch.Tensor) -> None:

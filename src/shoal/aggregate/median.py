@@ -22,6 +22,7 @@ class Median(Aggregate):
     """The middle value of each element, or the mean of the middle two, times the samples of all."""
 
     summary: ClassVar[str] = "the median of the parts' means, element by element"
+    compares: ClassVar[bool] = True
 
     def combine(self, parts: Sequence[torch.Tensor], counts: Sequence[float], out: torch.Tensor) -> None:
         parts, counts = with_samples(parts, counts)

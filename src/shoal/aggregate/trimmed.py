@@ -24,6 +24,7 @@ class Trimmed(Aggregate):
     """Of each element, the lowest and the highest `ratio` of values are left out, and the rest are averaged."""
 
     summary: ClassVar[str] = "the mean of the parts' means without the extremes, element by element"
+    compares: ClassVar[bool] = True
     ratio: float = 0.25
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,11 +51,16 @@ def parse_size(text: str) -> int:
 def state_dict(found: Found, dtype: torch.dtype | None = None) -> dict[str, Leaf]:
     """What the model's own `state_dict` would have: parameters and buffers, a tied tensor under each of its names."""
     reader = Reader.of(found)
-    leaves = {}
+    leaves, left = {}, set()
     for path in reader.manifest.tensors:
         kind, _, name = path.partition("/")
         if kind in ("parameter", "buffer"):
             leaves[name] = _leaf(reader, path, dtype)
+        elif kind == "rows":
+            left.add(name.rpartition("/")[0])
+    if left:
+        text = f"the rows of {', '.join(sorted(left))} stay behind: a state dict has no place for rows by id"
+        print(f"shoal: {text}.", file=sys.stderr)
     for other, first in _ties(reader.manifest).items():
         if first in leaves:
             leaves[other] = leaves[first]

@@ -70,7 +70,7 @@ class Manifest:
     plan: str
     workers: int
     tensors: Mapping[str, Logical]
-    """By path: parameter/NAME, buffer/NAME, optimizer/KEY/NAME."""
+    """By path: parameter/NAME, buffer/NAME, optimizer/KEY/NAME, rows/NAME/COLUMN."""
     files: Mapping[str, FileFacts]
     state: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,6 +30,7 @@ import shoal
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.manifest import FILE, FileFacts, Logical, Manifest, Slice, seal, unseal
 from shoal.checkpoint.peers import Peers
+from shoal.checkpoint.pieces import Piece, PieceFiles
 from shoal.checkpoint.plan import Holding, Write, assign
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.shard import DTYPES, NAMES, PAGE, Slot, checksum, head, place, write_block, write_file
@@ -87,10 +88,11 @@ class Saver:
         self._deadline = math.inf
         self._threaded = False
 
-    def save(self, state: State, facts: Facts, urgent: bool = False) -> None:
+    def save(self, state: State, facts: Facts, urgent: bool = False, pieces: Iterable[Piece] = ()) -> None:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
 
-        An urgent one is written here and now; others by a thread that leaves the processor to the training.
+        An urgent one is written here and now; others by a thread that leaves the processor to the training. Pieces,
+        which memory need not hold, go to their files at once.
         """
         folders.check_target(self._root, facts.name)
         self.rest()
@@ -100,13 +102,20 @@ class Saver:
         self._turn += 1
         written = folders.temporary(self._root, facts.name, f"{self._token}-{self._turn}")
         paths = [state[write.holding][0].path for write in self._writes]
+        files = PieceFiles(written, self._world.rank)
+        try:
+            files.write(pieces)
+        except OSError as error:  # the next call of `wait` raises it
+            self._error = error
+            self._tell_of(error, written)
+            return
         self._committed.clear()
         self._idle.clear()
         if urgent:
-            self._work(written, paths, facts)
+            self._work(written, paths, facts, files)
         else:
             self._start()
-            self._jobs.put(lambda: self._work(written, paths, facts))
+            self._jobs.put(lambda: self._work(written, paths, facts, files))
 
     def wait(self) -> None:
         """Until the last save is on disk; raises what went wrong with it."""
@@ -158,10 +167,10 @@ class Saver:
 
     # From here on in the thread, or where it is urgent.
 
-    def _work(self, written: Path, paths: Sequence[str], facts: Facts) -> None:
+    def _work(self, written: Path, paths: Sequence[str], facts: Facts, files: PieceFiles) -> None:
         try:
             written.mkdir(parents=True, exist_ok=True)
-            self._write(written, paths)
+            self._write(written, paths, files)
             manifest = b""
             if self._world.rank == 0:
                 manifest = self._commit(written, self._root / facts.name, facts)
@@ -190,7 +199,7 @@ class Saver:
         write_file(part, [seal(report)])
         os.replace(part, written / f"part-{self._world.rank}")
 
-    def _write(self, written: Path, paths: Sequence[str]) -> None:
+    def _write(self, written: Path, paths: Sequence[str], files: PieceFiles) -> None:
         name = f"rank-{self._world.rank:04}.safetensors"
         block = memoryview(self._block.numpy().data)[: self._end]
         sums = [checksum(block[self._begin + slot.start : self._begin + slot.stop]) for slot in self._slots]
@@ -204,19 +213,19 @@ class Saver:
                 for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
             ],
         }
-        self._hand_in(written, report)
+        self._hand_in(written, [report, *files.settle(self._peers)])
 
     def _commit(self, written: Path, final: Path, facts: Facts) -> bytes:
         files: dict[str, FileFacts] = {}
         tensors: dict[str, Logical] = {}
         for rank in range(self._world.size):
-            report = self._report(written / f"part-{rank}")
-            file = report["file"]
-            files[file["name"]] = FileFacts(file["bytes"], file["head"])
-            for path, dtype, shape, key, region, total in report["slices"]:
-                piece = Slice(file["name"], key, Region.from_json(shape, region), total)
-                before = tensors[path].slices if path in tensors else ()
-                tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
+            for report in self._reports(written / f"part-{rank}"):
+                file = report["file"]
+                files[file["name"]] = FileFacts(file["bytes"], file["head"])
+                for path, dtype, shape, key, region, total in report["slices"]:
+                    piece = Slice(file["name"], key, Region.from_json(shape, region), total)
+                    before = tensors[path].slices if path in tensors else ()
+                    tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
         manifest = Manifest(
             name=facts.name,
             step=facts.step,
@@ -235,17 +244,17 @@ class Saver:
         folders.commit(written, final)
         return text
 
-    def _report(self, part: Path) -> Any:
-        """What a rank says of its file, once it has written it."""
+    def _reports(self, part: Path) -> Any:
+        """What a rank says of its files, once it has written them."""
         begin, rank = time.monotonic(), part.name.removeprefix("part-")
         while not part.exists():
             if time.monotonic() > min(begin + _PATIENCE, self._deadline):
                 raise OSError(f"rank {rank} has written no file in {time.monotonic() - begin:.0f} s")
             time.sleep(0.005)
-        report = unseal(part.read_bytes())
-        if "error" in report:
-            raise OSError(f"rank {rank}: {report['error']}")
-        return report
+        reports = unseal(part.read_bytes())
+        if "error" in reports:
+            raise OSError(f"rank {rank}: {reports['error']}")
+        return reports
 
 
 def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:

@@ -110,15 +110,16 @@ _CHUNK = 8 * 2**20
 """Bytes per call: other threads, and the training, get their turn in between."""
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write parts one after the other and see them on the disk before returning."""
+def write_file(path: Path, parts: Iterable[bytes | memoryview], flush: bool = True) -> None:
+    """Write parts one after the other and see them on the disk before returning; without `flush`, some time later."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         for part in parts:
             left = memoryview(part).cast("B")
             while len(left):
                 left = left[os.write(descriptor, left[:_CHUNK]) :]
-        os.fsync(descriptor)
+        if flush:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -1,19 +1,18 @@
-"""Coordinator and servers of a job, as children of the launcher: started when a worker asks for them, and again when
-one ends.
+"""Coordinator and servers as children of this process: started once, and again when one ends.
 
-Workers ask through a socket in the job's private folder. The launcher sees the end of a child at once and tells the
-coordinator, so nobody waits for a silence to be long enough. A new server takes the place of one that ended and gets
-its shards from the copies; a new coordinator learns everything from the servers.
+The parent sees the end of a child at once and tells the coordinator, so nobody waits for a silence to be long enough. A
+new server takes the place of one that ended and gets its shards from the copies; a new coordinator learns everything
+from the servers.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import signal
-import socket
+import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 from shoal.cluster.worker import die_with, leave_parent
 from shoal.server.host import coordinate, serve
@@ -21,85 +20,39 @@ from shoal.server.keys import JobKeys
 from shoal.server.post import new_id
 from shoal.server.wire import LOOPBACK
 
-SOCKET = "launcher.sock"
-_QUICK = 5
-"""So many ends in a row, each soon after its start, are no accident any more."""
+AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
+"""So many that failed by themselves within so many seconds are no accident: then nothing is started again."""
+
+_PR_SET_NAME = 15
 
 Watch = Callable[[int, Callable[[], None]], None]
 
 
 class Attendants:
-    """The children that serve the workers. `watch(descriptor, action)` has the launcher's selector call back."""
+    """`watch(descriptor, action)` has the parent's selector call back; `forget` undoes it."""
 
-    def __init__(self, folder: str, threads: str, watch: Watch, forget: Callable[[int], None]) -> None:
-        self._threads, self._watch, self._forget = threads, watch, forget
-        self.path = str(Path(folder) / SOCKET)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen(64)
-        watch(self._listener.fileno(), self._accept)
-        self._keys: JobKeys | None = None
-        self._address = ""
+    def __init__(self, threads: str, keys: JobKeys, watch: Watch, forget: Callable[[int], None]) -> None:
+        self._threads, self._keys, self._watch, self._forget = threads, keys, watch, forget
+        self.address = ""
+        """Where the coordinator is."""
+        self.closing: Callable[[], list[int]] = list
+        """Descriptors that a forked child inherits and must close."""
         self._generation = 0
         self._pids: dict[int, tuple[str, int, int]] = {}
-        """Process -> what it is, its slot, its number in the job."""
+        """Process -> where it listens, its slot (-1: the coordinator), its number in the job."""
         self._to_coordinator = -1
-        self._workers: dict[int, int] = {}
-        """Rank -> the number of its worker in the job."""
-        self._closing = False
-        self._ends = 0
-
-    @property
-    def started(self) -> bool:
-        """Whether workers have asked for servers: then they can be replaced."""
-        return self._keys is not None
+        self._ends: list[float] = []
+        self._ended = False
 
     @property
     def descriptors(self) -> list[int]:
-        """What a forked child inherits and must close."""
-        return [self._listener.fileno(), *([self._to_coordinator] if self._to_coordinator >= 0 else [])]
+        """What a forked worker inherits and must close."""
+        return [self._to_coordinator] if self._to_coordinator >= 0 else []
 
-    def worker_ended(self, rank: int) -> None:
-        """A worker is gone: what it was working on can go to others now."""
-        if rank in self._workers:
-            self._tell(self._workers.pop(rank))
-
-    def close(self) -> None:
-        """End them all."""
-        self._closing = True
-        for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)  # they keep nothing that outlives the job
-        for pid in self._pids:
-            os.waitpid(pid, 0)
-        self._listener.close()
-        if self._to_coordinator >= 0:
-            os.close(self._to_coordinator)
-
-    def _accept(self) -> None:
-        line, _ = self._listener.accept()
-        with line:
-            line.settimeout(5.0)
-            try:
-                asked = json.loads(line.makefile("rb").readline(65536))
-                servers, rank, me = int(asked["servers"]), int(asked["rank"]), int(asked["id"])
-            except (OSError, ValueError, KeyError, TypeError):
-                return  # it ended before it had said what it wants
-            if not self.started:
-                self._keys = JobKeys.make()
-                self._start_coordinator()
-                for slot in range(servers):
-                    self._start_server(slot)
-            self._workers[rank] = me
-            assert self._keys is not None
-            answer = {"address": self._address, "keys": self._keys.to_text()}
-            try:
-                line.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                return
-
-    def _start_coordinator(self) -> None:
+    def coordinate(self, listen: str = LOOPBACK) -> None:
+        """Start the coordinator."""
         self._generation += 1
-        generation, listen = self._generation, self._address or LOOPBACK
+        generation = self._generation
         reads, writes = os.pipe2(os.O_CLOEXEC)
         hears, tells = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(hears, False)
@@ -111,70 +64,90 @@ class Attendants:
         def run() -> None:
             os.close(reads)
             os.close(tells)
-            coordinate(
-                self._keys,
-                listen,
-                generation,
-                ready=ready,
-                gone=lambda: _numbers(hears),
-            )
+            coordinate(self._keys, listen, generation, ready=ready, gone=lambda: _numbers(hears))
 
-        self._fork("coordinator", -1, 0, run)
+        self._fork(listen, -1, 0, run)
         os.close(writes)
         os.close(hears)
         if self._to_coordinator >= 0:
             os.close(self._to_coordinator)
         self._to_coordinator = tells
-        self._address = os.read(reads, 4096).decode() or self._address
+        self.address = os.read(reads, 4096).decode() or self.address
         os.close(reads)
 
-    def _start_server(self, slot: int) -> None:
-        me = new_id()
-        keys, address = self._keys, self._address
-        self._fork("server", slot, me, lambda: serve(address, keys, slot=slot, me=me))
+    def serve(self, slot: int, listen: str = LOOPBACK) -> None:
+        """Start a server; `slot` is its place among the servers."""
+        me, keys, address = new_id(), self._keys, self.address
+        self._fork(listen, slot, me, lambda: serve(address, keys, listen, slot=slot, me=me))
 
-    def _fork(self, what: str, slot: int, me: int, run: Callable[[], None]) -> None:
-        launcher = os.getpid()
+    def tell_gone(self, who: int) -> None:
+        """Let the coordinator know that somebody has ended."""
+        if self._to_coordinator >= 0:
+            try:
+                os.write(self._to_coordinator, who.to_bytes(8, "little"))
+            except OSError:
+                return  # it has ended too, and its successor will miss them soon enough
+
+    def close(self) -> None:
+        """End them all."""
+        self._ended = True
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)  # they keep nothing that outlives the job
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    def _fork(self, listen: str, slot: int, me: int, run: Callable[[], None]) -> None:
+        parent = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         pid = os.fork()
         if pid == 0:
             try:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher to pass on
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to pass on
+                for number in (signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_SETMASK, [])
-                die_with(launcher)
+                die_with(parent)
+                for descriptor in self.closing():
+                    os.close(descriptor)
                 leave_parent(self._threads)
+                _name("shoal-coord" if slot < 0 else "shoal-server")
                 run()
+            except BaseException as error:
+                print(f"shoal: a server ended: {error}", file=sys.stderr, flush=True)
             finally:
-                os._exit(1)  # never back into the launcher's code
-        self._pids[pid] = (what, slot, me)
+                os._exit(1)  # never back into the parent's code
+        self._pids[pid] = (listen, slot, me)
         descriptor = os.pidfd_open(pid)
         self._watch(descriptor, lambda: self._reap(pid, descriptor))
 
     def _reap(self, pid: int, descriptor: int) -> None:
         self._forget(descriptor)
         os.close(descriptor)
-        os.waitpid(pid, 0)
-        what, slot, me = self._pids.pop(pid)
-        self._ends += 1
-        if self._closing:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        listen, slot, me = self._pids.pop(pid)
+        now = time.monotonic()
+        own = [] if code == -signal.SIGKILL else [now]  # what is killed has done nothing wrong
+        self._ends = [at for at in self._ends if now - at < AGAIN_SECONDS] + own
+        if self._ended or len(self._ends) > AGAIN_TIMES:
             return
-        if what == "coordinator":
-            self._start_coordinator()
+        if slot < 0:
+            self.coordinate(self.address or listen)
         else:
-            self._tell(me)
-            self._start_server(slot)
+            self.tell_gone(me)
+            self.serve(slot, listen)
 
-    def _tell(self, who: int) -> None:
-        """Let the coordinator know that somebody has ended."""
-        try:
-            os.write(self._to_coordinator, who.to_bytes(8, "little"))
-        except OSError:
-            return  # it has ended too, and its successor will miss them soon enough
+
+def _name(text: str) -> None:
+    """What `ps` and `top` show."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, text.encode(), 0, 0, 0)
 
 
 def _numbers(descriptor: int) -> list[int]:
-    """What has come through the launcher's pipe."""
+    """What has come through the parent's pipe."""
     try:
         data = os.read(descriptor, 4096)
     except BlockingIOError:

@@ -29,7 +29,7 @@ from shoal.types import Value
 from shoal.world.launch import from_environment
 
 if TYPE_CHECKING:
-    from shoal.cluster.attendants import Attendants
+    from shoal.cluster.desk import Desk
 
 
 AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
@@ -76,8 +76,8 @@ def run_job(job: Job) -> None:
     try:
         with Interrupts() as interrupts:
             crew = Crew(folder, job.size, interrupts)
-            servers = _attendants(folder, threads, crew) if forkable and job.hosts == 1 else None
-            starts = Starts(job, folder, crew, threads, forkable, servers)
+            desk = _desk(folder, threads, crew) if forkable and job.hosts == 1 else None
+            starts = Starts(job, folder, crew, threads, forkable, desk)
             crew.replace = starts.again
             try:
                 with interrupts.held():
@@ -86,8 +86,8 @@ def run_job(job: Job) -> None:
                 crew.watch(job.seconds)
             finally:
                 crew.end()
-                if servers is not None:
-                    servers.close()
+                if desk is not None:
+                    desk.close()
                 crew.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -189,10 +189,10 @@ def forkable_imports(job: Job) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _attendants(folder: str, threads: str, crew: Crew) -> Attendants:
-    from shoal.cluster.attendants import Attendants  # torch comes with it, and is here only by now
+def _desk(folder: str, threads: str, crew: Crew) -> Desk:
+    from shoal.cluster.desk import Desk  # torch comes with it, and is here only by now
 
-    return Attendants(folder, threads, crew.attend, crew.forget)
+    return Desk(folder, threads, crew.attend, crew.forget)
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Starts:
     crew: Crew
     threads: str
     forkable: bool
-    servers: Attendants | None
+    desk: Desk | None
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
@@ -212,13 +212,13 @@ class Starts:
         job, folder = self.job, self.folder
         rank = job.host * job.workers + index
         environment = worker_environment(job, index, f"file://{folder}/store", self.threads)
-        if self.servers is not None:
-            environment["SHOAL_LAUNCHER"] = self.servers.path
+        if self.desk is not None:
+            environment["SHOAL_LAUNCHER"] = self.desk.path
         script = str(Path(job.script).absolute())
         task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
         streams = open_streams(job.output, folder, rank, first=index == 0)
         self.times.setdefault(rank, []).append(time.monotonic())
-        descriptors = [*self.crew.descriptors, *(self.servers.descriptors if self.servers else [])]
+        descriptors = [*self.crew.descriptors, *(self.desk.descriptors if self.desk else [])]
         try:
             pid = _fork(task, streams, descriptors, self.threads) if self.forkable else _spawn(task, streams)
         finally:
@@ -227,9 +227,9 @@ class Starts:
 
     def again(self, rank: int) -> bool:
         """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
-        if self.servers is None or not self.servers.started:
+        if self.desk is None or not self.desk.started:
             return False
-        self.servers.worker_ended(rank)
+        self.desk.worker_ended(rank)
         recent = [at for at in self.times[rank] if time.monotonic() - at < AGAIN_SECONDS]
         if len(recent) >= AGAIN_TIMES:
             return False

@@ -22,7 +22,7 @@ collective: every rank calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,6 +37,8 @@ from shoal.world.world import World
 
 State = dict[str, dict[str, torch.Tensor]]
 """Optimizer state by parameter name, then by the optimizer's own key."""
+RowPiece = tuple[str, dict[str, torch.Tensor]]
+"""Some rows of a SparseEmbedding: its name, and by name what a row has, [n, width] each: ids, values, state."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Setup:
     """What runs in place of the model: the stage of a pipeline, which has the model inside."""
     recorded: bool = False
     """Whether somebody writes down the gradients of every step."""
+    seed: int = 0
+    """Of the run: rows that nobody has changed yet follow from it."""
     values: Callable[[str], torch.Tensor] | None = None
     """Where the model is on the meta device: the initial value of one of its parameters or buffers."""
 
@@ -108,6 +112,8 @@ class Exchange(ABC):
     """True if every worker updates all parameters that it holds."""
     apart: ClassVar[bool] = False
     """True if workers meet at servers only: they run no collective, and each may be at another step."""
+    keeps_rows: ClassVar[bool] = False
+    """True if it keeps the rows of a SparseEmbedding, and brings them."""
     saves = True
     """Whether this worker takes part in a checkpoint after the present step."""
     begins = True
@@ -225,6 +231,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None: ...
+
+    tables: Sequence[str] = ()
+    """The names of every SparseEmbedding whose rows are kept."""
+
+    def rows(self) -> Iterator[RowPiece]:
+        """Those rows, piece by piece, for a checkpoint; each table's by ascending ids."""
+        return iter(())
+
+    def load_rows(self, step: int, pieces: Iterable[RowPiece]) -> None:
+        """Take over rows of a checkpoint, before `start` at that step."""
+        del step, pieces
 
     @classmethod
     @abstractmethod

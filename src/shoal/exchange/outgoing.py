@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.exchange.shards import Shard
+from shoal.server.client import Request
+from shoal.server.link import Link
 from shoal.server.message import Where
 from shoal.server.slabs import Slab
 from shoal.world.buckets import Bucket
@@ -47,3 +49,14 @@ class Outgoing:
             return part, None
         at = self._offsets[bucket.index] + shard.start * bucket.dtype.itemsize
         return part, self._slab.where(bucket.dtype, at, shard.size)
+
+
+class Sent:
+    """A bucket on its way."""
+
+    def __init__(self, link: Link, requests: Sequence[Request]) -> None:
+        self._link, self._requests = link, requests
+
+    def wait(self) -> None:
+        """Until all servers hold it."""
+        self._link.wait(self._requests)

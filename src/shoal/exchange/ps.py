@@ -14,19 +14,21 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import BucketOptions, Setup, State, Tally, detached, sum_of_squares
+from shoal.exchange.base import BucketOptions, RowPiece, Setup, State, Tally, detached, sum_of_squares
 from shoal.exchange.flat import FlatExchange
-from shoal.exchange.outgoing import Outgoing
+from shoal.exchange.outgoing import Outgoing, Sent
 from shoal.exchange.ps_options import PsOptions
+from shoal.exchange.rowlines import ToServers
 from shoal.exchange.served import Served
 from shoal.exchange.shards import cut_shards
+from shoal.exchange.tables import Tables
 from shoal.exchange.turn import Turn
 from shoal.server.description import describe, settings_of
 from shoal.server.found import find_servers
@@ -49,6 +51,7 @@ class Ps(FlatExchange):
     Options = PsOptions  # type: ignore[assignment]
     whole_updates = True
     apart = True
+    keeps_rows = True
 
     def __init__(self, setup: Setup, options: PsOptions) -> None:
         if setup.model_world.size > 1:
@@ -66,21 +69,26 @@ class Ps(FlatExchange):
         super().__init__(replace(setup, world=lone), BucketOptions(options.bucket_mb), owners=setup.world)
         self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
         self._description = describe(self.given)
-        self._connect()
+        self._connect(setup.seed)
 
-    def _connect(self) -> None:
+    def _connect(self, seed: int) -> None:
         options, who = self._options, self._who
+        tables = Tables(self.module, self.given, seed, options.servers, 1 + len(self.shards))
+        tables.check_aggregate(options.aggregate)
         me = new_id()
         self._servers = find_servers(who, me, options.servers, options.at, options.keys)
-        sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards)]
-        kinds = ["ledger", *["dense"] * len(self.shards)]
-        terms = [sizes, kinds, options.servers, options.replicas, options.patience]
+        dense = [shard.nbytes for shard in self.shards]
+        sizes = [_LEDGER_BYTES, *dense, *tables.sizes(sum(dense))]
+        kinds = ["ledger", *["dense"] * len(dense), *["rows"] * len(tables.shards)]
+        terms = [sizes, kinds, options.servers, options.copies, options.patience]
         self.link = Link(me, self._servers.address, self._servers.keys, who.rank, terms)
-        self._work = Work(self.link.client, who.rank, [shard.number for shard in self.shards])
+        self._work = Work(self.link.client, who.rank, range(1, len(sizes)))
         self._turn = Turn(self.link, self._work, who.size, options)
         self._served = Served(self.link, self.shards, self.vectors)
+        self._tables, self.tables = tables, tables.names
+        tables.connect(ToServers(self.link, self._work))
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
-        joined = self.link.run(self._work.join(model))
+        joined = self.link.run(self._work.join(model + tables.signature()))
         self.begins = who.rank == 0 and not joined["ready"]
 
     # Where things lie.
@@ -109,7 +117,7 @@ class Ps(FlatExchange):
                 part, where = self._outgoing.part(shard)
                 with self.link.lock:
                     requests.append(self._work.stage(shard.number, claim, self._micro, part, where))
-        return _Sent(self.link, requests)
+        return Sent(self.link, requests)
 
     def settle(self) -> None:
         self._micro += 1
@@ -124,6 +132,7 @@ class Ps(FlatExchange):
             how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
             self._served.give(groups, self._description, how, step)
             self._served.give_state(self.optimizer, self.trained, step)
+            self._tables.begin(step)
             self.link.run(self._work.begin(step, memo))
         else:
             self.link.run(self._work.wait_ready())
@@ -153,9 +162,15 @@ class Ps(FlatExchange):
             self._served.fetch(turn.step if turn.together else 0)
             self._fresh = turn.step
         self._micro, self._norm = 0, None
+        self._tables.applied = turn.step if turn.together else None
         super().begin()
 
+    def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
+        super().backward(loss, weight, last)
+        self._tables.take(counts=weight != 0.0)
+
     def next_part(self, tally: Tally, foreseen: float) -> int:
+        self._tables.stage((self._turn.step, self._turn.part))
         self._arrivals.wait()
         if self._turn.done(tally, foreseen, self._used_bits()):
             self._micro = 0
@@ -174,9 +189,10 @@ class Ps(FlatExchange):
     def norm(self) -> float:
         turn = self._turn
         if not turn.together or turn.over:
-            return float(sum_of_squares(self._gradients) ** 0.5)
+            return float((sum_of_squares(self._gradients) + self._tables.own_squares()) ** 0.5)
         found = self._served.squares(turn.step, turn.tally["parts"], self._who.size)
-        known = [value["norm"] for value in found if isinstance(value, dict)]
+        others = self._tables.squares(turn.step, turn.tally["parts"])
+        known = [value["norm"] for value in [*found, *others] if isinstance(value, dict)]
         if known:  # another worker was first, and the update is made: all go by its number
             self._norm = float(known[0])
             return self._norm
@@ -184,7 +200,7 @@ class Ps(FlatExchange):
         for shard, values in zip(self.shards, found, strict=True):
             for rank, value in enumerate(values):
                 rows[rank] += shard.bucket.share * value
-        self._norm = float(sum(rows) ** 0.5)
+        self._norm = float((sum(rows) + sum(value for (value,) in others)) ** 0.5)
         return self._norm
 
     def update(self, factor: float, limit: float | None) -> None:
@@ -202,7 +218,9 @@ class Ps(FlatExchange):
             }
             used = {name for name in self.trained if self._arrivals.used_name(name)}
             fresh = turn.step + 1 if turn.together else None
+            self._tables.send("apply", turn.step, args)
             self._served.apply(turn.step, args, used, fresh)
+            self._tables.settle()
             self._fresh = -1 if fresh is None else fresh
         self._close_step()
 
@@ -215,6 +233,7 @@ class Ps(FlatExchange):
         self._close_step()
 
     def _close_step(self) -> None:
+        self._tables.applied = None
         self._turn.close(self._used_bits())
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
@@ -250,6 +269,12 @@ class Ps(FlatExchange):
         for name, entries in state.items():
             self.optimizer.state[self.trained[name]] = detached(entries)
 
+    def rows(self) -> Iterator[RowPiece]:
+        return self._tables.pieces()
+
+    def load_rows(self, step: int, pieces: Iterable[RowPiece]) -> None:
+        self._tables.load(step, pieces)
+
     def status(self) -> dict[str, Any]:
         """What the ledger says of the work."""
         return self._served.status(LEDGER)
@@ -269,13 +294,3 @@ class Ps(FlatExchange):
 
     def _used_bits(self) -> str:
         return f"{sum(1 << index for index, flag in enumerate(self._arrivals.used) if flag):x}"
-
-
-class _Sent:
-    """A bucket on its way."""
-
-    def __init__(self, link: Link, requests: list[Any]) -> None:
-        self._link, self._requests = link, requests
-
-    def wait(self) -> None:
-        self._link.wait(self._requests)

@@ -14,8 +14,8 @@ class PsOptions:
     ssp: int | None = None
     """How many steps a worker may be ahead of the slowest."""
     servers: int = 2
-    replicas: int = 2
-    """Servers that hold each shard: one less may be lost at a time."""
+    replicas: int | None = None
+    """Servers that hold each shard: one less may be lost at a time. Two, where there are two."""
     then: str = ""
     after: int = 0
     """From this step on, the clock is `then`."""
@@ -29,3 +29,8 @@ class PsOptions:
     keys: str = ""
     """The file with their keys."""
     bucket_mb: float = 16.0
+
+    @property
+    def copies(self) -> int:
+        """How many servers hold each shard."""
+        return min(2, self.servers) if self.replicas is None else self.replicas

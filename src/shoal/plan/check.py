@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal import compress, exchange, pipeline
+from shoal.aggregate import make_aggregate
+from shoal.clock import make_clocks
 from shoal.config import degree_of, fill_options, parse_strategy
 from shoal.errors import ConfigError
+from shoal.exchange.ps_options import PsOptions
 from shoal.pipeline.base import PipelineOptions
 from shoal.tensor.cuts import TensorOptions
 from shoal.types import Plan
@@ -113,10 +116,40 @@ def tensor_options(plan: Plan) -> TensorOptions:
     return TensorOptions() if plan.tensor is None else fill_options(plan.tensor, TensorOptions)
 
 
+def _server_options_fit(plan: Plan, workers: int) -> str | None:
+    options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
+    if not isinstance(options, PsOptions):
+        return None
+    clocks = [made for _, made in make_clocks(options.clock, options.ssp, options.then, options.after)]
+    chosen = make_aggregate(options.aggregate)
+    alone = [type(made).__name__.lower() for made in clocks if not made.together]
+    if plan.tensor is not None or plan.pipeline is not None:
+        return f"{plan}: servers hold whole models; leave tpN and ppN out, or use ddp."
+    if options.servers < 1 or not 1 <= options.copies <= options.servers:
+        return (
+            f"{plan.exchange}: {options.copies} replicas need as many servers, and there are {options.servers}; "
+            f"use servers={max(options.copies, 1)}, or replicas={max(min(options.servers, 2), 1)}."
+        )
+    if alone and chosen.compares:
+        return (
+            f"{plan.exchange}: {options.aggregate} compares the parts of a step, and {alone[0]} applies each alone; "
+            "use bsp, or aggregate=weighted."
+        )
+    if not 0 <= options.backup < workers or (options.backup and alone):
+        return (
+            f"{plan.exchange}: backup={options.backup} leaves {workers - options.backup} of {workers} workers to wait "
+            "for; it takes bsp, and fewer than there are workers."
+        )
+    if options.patience <= 0:
+        return f"{plan.exchange}: patience={options.patience} s lets nobody work; 60 is a good one."
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _workers_exist,
     _degrees_divide,
     _solo_is_alone,
     _schedule_fits,
     _replicas_divide,
+    _server_options_fit,
 )

@@ -12,61 +12,31 @@ suspect somebody. A suspicion that was wrong costs a server its part in the job,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shoal.server.chain import Send
 from shoal.server.client import Client
+from shoal.server.members import Server, Terms, Worker, lost_sentence
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
 from shoal.server.view import LEDGER, View, place
 
-SILENCE = 2.0
-"""Seconds without a sign of life after which a process counts as gone; the end of one on this host is seen at once."""
+SILENCE = 10.0
+"""Seconds without a sign of life after which a process counts as gone. A server gives none while it computes; the end
+of a process that a launcher has started is seen at once."""
+BALANCE = 5.0
+"""Seconds between two looks at how busy servers are."""
+_UNEVEN = 0.3
+"""Servers may differ by so much of their time before a shard moves from the busiest."""
 GENERATION_BITS = 32
-
-
-@dataclass
-class Server:
-    """What is known of a server."""
-
-    address: str
-    heard: float
-    slot: int
-    whole: set[int] = field(default_factory=set)
-    epoch: int = 0
-    load: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Worker:
-    """What is known of a worker."""
-
-    heard: float
-    rank: int
-    held: float = 0.0
-    """How long it has been working on one part, in seconds."""
-    lost: bool = False
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a job asks of its servers; the same from every worker."""
-
-    sizes: tuple[int, ...]
-    """Bytes of each shard, the ledger included."""
-    kinds: tuple[str, ...]
-    servers: int
-    replicas: int
-    patience: float
-    """Seconds that a worker may hold a part before others get it."""
 
 
 class Coordinator:
     """Membership of one job."""
 
-    def __init__(self, generation: int, send: Send) -> None:
-        self._send = send
+    def __init__(self, generation: int, send: Send, silence: float = SILENCE) -> None:
+        self._send, self._silence = send, silence
         self._base = generation << GENERATION_BITS
         self.servers: dict[int, Server] = {}
         self.workers: dict[int, Worker] = {}
@@ -77,6 +47,9 @@ class Coordinator:
         self._client = Client(COORDINATOR, send, first=self._base)
         self._dirty = False
         self._told = -1e9
+        self._balanced = -1e9
+        self._doubt: float | None = None
+        """Since when a shard seems to be lost."""
 
     # What comes in.
 
@@ -104,17 +77,17 @@ class Coordinator:
     def on_time(self, now: float) -> None:
         """Called often: notice who is silent, and change the view if it must change."""
         if self._learning_until == math.inf:
-            self._learning_until = now + SILENCE
+            self._learning_until = now + self._silence
         if self._learning_until is not None and now >= self._learning_until:
             self._learning_until = None
             self._dirty = True
         for who, server in list(self.servers.items()):
-            if now - server.heard > SILENCE:
+            if now - server.heard > self._silence:
                 del self.servers[who]
                 self._dirty = True
         for who, worker in list(self.workers.items()):
             hung = self.terms is not None and worker.held > self.terms.patience
-            silent = now - worker.heard > SILENCE
+            silent = now - worker.heard > self._silence
             if (silent or hung) and not worker.lost and self.view.chains:
                 worker.lost = True
                 self._client.call(LEDGER, "lost", {"worker": who})
@@ -123,6 +96,9 @@ class Coordinator:
         if self._learning_until is None and (self._dirty or not self.view.chains):
             self._dirty = False
             self._decide(now)
+        if now - self._balanced >= BALANCE and self._learning_until is None:
+            self._balanced = now
+            self._balance(now)
         if now - self._told >= 5 * BEAT:  # for those who have missed it
             self._told = now
             self._tell(everybody=False)
@@ -138,7 +114,7 @@ class Coordinator:
             if known.epoch < self._base:
                 # A view of an earlier coordinator: go on from it, once all its members had the time to report.
                 self.view = known
-                self._learning_until = now + SILENCE
+                self._learning_until = now + self._silence
         if source not in self.servers:
             self.servers[source] = Server(str(told["address"]), now, int(told["slot"]))
             self._dirty = True
@@ -162,7 +138,7 @@ class Coordinator:
             self.terms = Terms(tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience))
             self._dirty = True
         stale = message.epoch != self.view.epoch and self.view.epoch
-        self._send(source, self._as_message() if stale else Message(Kind.ALIVE, self.view.epoch))
+        self._send(source, self._as_message() if stale else self._news())
 
     def _decide(self, now: float) -> None:
         """The view that fits who is alive; nothing changes if the present one does."""
@@ -179,14 +155,16 @@ class Coordinator:
             return
         taken = {slot for server, slot in self.view.slots.items() if server in alive}
         slots = {server: slot for server, slot in self.view.slots.items() if server in alive}
-        free = sorted(set(self.view.slots.values()) - taken)
+        free = sorted(set(range(self.view.places)) - taken)
         for server, slot in zip(spare, free, strict=False):
             slots[server] = slot
+        if self._in_doubt(now):
+            return
         chains, failed = [], ""
         for shard, chain in enumerate(self.view.chains):
             left = [server for server in chain if server in alive]
             if not any(shard in alive[server].whole for server in left):
-                failed = _lost_sentence(shard, self.view)
+                failed = lost_sentence(shard, self.view)
             # Whoever holds the shard whole comes first: the others get it from there.
             left.sort(key=lambda server: shard not in alive[server].whole)
             joining = [s for s in slots if s not in left and s in spare]
@@ -202,6 +180,49 @@ class Coordinator:
             now,
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether every shard is held by as many servers as it should be: then one of them may be lost."""
+        known, epoch = self.servers, self.view.epoch
+        return bool(self.view.chains) and all(
+            len(chain) == self.view.replicas
+            and all(s in known and known[s].epoch == epoch and shard in known[s].whole for s in chain)
+            for shard, chain in enumerate(self.view.chains)
+        )
+
+    def _balance(self, now: float) -> None:
+        """Give a shard of the busiest server to the idlest, where that has none of its copies."""
+        if len(self.view.addresses) <= self.view.replicas or not self.whole:
+            return
+        busy = {server: self.servers[server].load.get("busy", 0.0) for server in self.view.addresses}
+        most, least = max(busy, key=lambda s: busy[s]), min(busy, key=lambda s: busy[s])
+        here = [n for n, chain in enumerate(self.view.chains) if n != LEDGER and most in chain]
+        movable = [shard for shard in here if least not in self.view.chains[shard]]
+        if busy[most] - busy[least] < _UNEVEN or len(here) < 2 or not movable:
+            return
+        chains = list(self.view.chains)
+        chains[movable[0]] = (*(s for s in chains[movable[0]] if s != most), least)
+        self._publish(replace(self.view, chains=tuple(chains)), now)
+
+    def _news(self) -> Message:
+        """For workers: how the servers are."""
+        busy = [
+            round(self.servers[s].load.get("busy", 0.0), 3) for s in self.view.addresses if s in self.servers
+        ]
+        return Message(Kind.ALIVE, self.view.epoch, meta={"whole": self.whole, "busy": busy})
+
+    def _in_doubt(self, now: float) -> bool:
+        """Whether a shard that seems lost may be whole on a server that has had no time to say so."""
+        known = self.servers
+        left = [[s for s in chain if s in known] for chain in self.view.chains]
+        seems = [some for shard, some in enumerate(left) if not any(shard in known[s].whole for s in some)]
+        if not seems or not all(seems):
+            self._doubt = None
+            return False
+        self._doubt = now if self._doubt is None else self._doubt
+        self._dirty = now - self._doubt < 10 * BEAT
+        return self._dirty
+
     def _begin(self, now: float) -> None:
         terms = self.terms
         if terms is None or len(self.servers) < terms.servers:
@@ -216,6 +237,7 @@ class Coordinator:
                 addresses={server: self.servers[server].address for server in chosen},
                 kinds=terms.kinds,
                 replicas=terms.replicas,
+                places=terms.servers,
                 slots=slots,
             ),
             now,
@@ -243,12 +265,3 @@ class Coordinator:
 
     def _as_message(self) -> Message:
         return Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta())
-
-
-def _lost_sentence(shard: int, view: View) -> str:
-    what = "the ledger" if shard == LEDGER else f"shard {shard}"
-    return (
-        f"all servers that held {what} have ended, and with them its state ({view.replicas} "
-        f"{'copy' if view.replicas == 1 else 'copies'} of each shard); start again from the last checkpoint, and use "
-        f"replicas={view.replicas + 1} to survive this."
-    )

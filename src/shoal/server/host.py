@@ -39,8 +39,8 @@ def serve(
         post = Post(wire)
         post.know(COORDINATOR, coordinator)
         node = Node(wire.me, wire.address, make_machine, post.send, slot)
-        # How long what has arrived had to wait: the length of this server's queue, in seconds of work.
-        busy = 0.0
+        # The part of its time that a server works: what waits for one that is always busy waits in a long queue.
+        busy, worked, looked = 0.0, 0.0, time.monotonic()
         node.load = lambda: {"busy": busy, "refused": float(wire.refused)}
         while not ended():
             arrived = post.receive(BEAT / 2)
@@ -51,7 +51,9 @@ def serve(
                 else:
                     node.on_message(source, message, time.monotonic())
             now = time.monotonic()
-            busy += 0.1 * (now - began - busy)
+            worked += now - began
+            if now - looked >= 1.0:
+                busy, worked, looked = worked / (now - looked), 0.0, now
             node.on_time(now)
 
 

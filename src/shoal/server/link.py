@@ -46,6 +46,8 @@ class Link:
         self._heard = self._began = time.monotonic()
         self.held_since: float | None = None
         """When the part was claimed that this worker is working on."""
+        self.news: dict[str, Any] = {}
+        """What the coordinator last said of the servers: whether all copies are whole, and how busy each is."""
         self.waited = 0.0
         """Seconds that conversations have waited, all in all."""
         self._thread = threading.Thread(target=self._talk, name="shoal-link", daemon=True)
@@ -141,6 +143,9 @@ class Link:
     def _take(self, message: Message, now: float) -> None:
         if message.kind == Kind.UNSEEN:
             self.client.send_again()
+            return
+        if message.kind == Kind.ALIVE:
+            self.news = {**message.meta, "epoch": message.epoch}
             return
         self.client.on_message(message, now)
         if self.client.view.failed:

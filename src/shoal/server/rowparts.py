@@ -13,6 +13,9 @@ from shoal.server.machine import Refused
 from shoal.server.packing import cut
 from shoal.server.slots import Ids
 
+_LATE = 8
+"""Norms of so many steps before the floor are remembered: a slow worker may still ask for them."""
+
 
 @dataclass(frozen=True)
 class RowGradient:
@@ -30,6 +33,8 @@ class RowParts:
         self._staged: dict[tuple[int, int], RowGradient] = {}
         self._done: dict[int, set[int]] = {}
         """Parts that are applied or dropped, by step, from the floor on."""
+        self.norms: dict[int, float | None] = {}
+        """By step: the norm that its update was made with, for workers that come to it later."""
         self._floor = start
         """Everything before this step is over."""
         self.reached = start
@@ -68,10 +73,12 @@ class RowParts:
             total.index_copy_(0, places, total.index_select(0, places).add_(one.rows))
         return RowGradient(ids, total)
 
-    def finish(self, step: int, parts: Sequence[int], floor: int) -> None:
+    def finish(self, step: int, parts: Sequence[int], floor: int, norm: float | None = None) -> None:
         """Remember parts as done, and forget whatever is about steps before the floor."""
         self._floor = max(self._floor, floor)
         self.reached = max(self.reached, step + 1, self._floor)
+        self.norms[step] = norm
+        self.norms = {at: one for at, one in self.norms.items() if at >= self._floor - _LATE}
         self._done.setdefault(step, set()).update(parts)
         self._done = {at: done for at, done in self._done.items() if at >= self._floor}
         self._staged = {at: one for at, one in self._staged.items() if not self.is_over(*at)}
@@ -81,6 +88,7 @@ class RowParts:
         value = {
             "floor": self._floor,
             "reached": self.reached,
+            "norms": [list(pair) for pair in self.norms.items()],
             "done": [[step, sorted(parts)] for step, parts in sorted(self._done.items())],
             "staged": [[step, part, one.ids.size] for (step, part), one in self._staged.items()],
         }
@@ -91,6 +99,7 @@ class RowParts:
         """Become what `snapshot` gave, its tensors joined."""
         self._floor, self.reached = value["floor"], value["reached"]
         self._done = {step: set(parts) for step, parts in value["done"]}
+        self.norms = dict(value["norms"])
         kinds = [((n, torch.int64), (n * self._dim, self._dtype)) for _, _, n in value["staged"]]
         tensors = iter(cut(packed, [kind for pair in kinds for kind in pair]))
         self._staged = {

@@ -144,7 +144,7 @@ class Rows(Machine):
         if limit is not None:
             gradient.rows.clamp_(-limit, limit)
         self._step(gradient, op.clock, share)
-        self._parts.finish(op.clock, parts, floor)
+        self._parts.finish(op.clock, parts, floor, op.args.get("norm"))
         self._version += 1
         return Answer({"version": self._version})
 
@@ -168,7 +168,7 @@ class Rows(Machine):
         table.evict()
 
     def _drop(self, op: Operation) -> Answer:
-        self._parts.finish(op.clock, _parts(op), _whole(op, "floor", 0))
+        self._parts.finish(op.clock, _parts(op), _whole(op, "floor", 0), op.args.get("norm"))
         return Answer({})
 
     def _load(self, op: Operation) -> Answer:
@@ -213,7 +213,9 @@ class Rows(Machine):
         return Answer({"count": found.ids.size}, pack(torch.from_numpy(found.ids), found.rows))
 
     def _squares(self, op: Operation) -> Answer:
-        """The sum of its squares."""
+        """The sum of its squares; of a step whose update is made, the norm that it had."""
+        if op.clock in self._parts.norms:
+            return Answer({"norm": self._parts.norms[op.clock]})
         found = self._parts.sum(op.clock, _parts(op))
         return Answer([float(torch.linalg.vector_norm(found.rows)) ** 2])
 

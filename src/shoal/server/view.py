@@ -33,6 +33,8 @@ class View:
     replicas: int = 1
     failed: str = ""
     """A sentence if the job cannot go on: a shard is lost."""
+    places: int = 0
+    """How many servers there should be."""
     slots: Mapping[int, int] = field(default_factory=dict)
     """Which place among the servers each of them has taken: a new one takes the place of one that is gone."""
     born: int = 0
@@ -55,6 +57,7 @@ class View:
             list(self.kinds),
             self.replicas,
             self.failed,
+            self.places,
             [[server, slot] for server, slot in self.slots.items()],
             self.born,
             [[server, epoch] for server, epoch in self.since.items()],
@@ -64,12 +67,12 @@ class View:
     def from_meta(meta: Any) -> View:
         """Read back what `to_meta` gave; ValueError if it is not such a value.
 
-        >>> view = View(3, ((7, 8),), {7: "tcp://127.0.0.1:1"}, ("ledger",), 2, "", {7: 0, 8: 1}, 1, {7: 1, 8: 3})
+        >>> view = View(3, ((7, 8),), {7: "tcp://127.0.0.1:1"}, ("ledger",), 2, "", 2, {7: 0, 8: 1}, 1, {7: 1, 8: 3})
         >>> View.from_meta(view.to_meta()) == view
         True
         """
         try:
-            epoch, chains, addresses, kinds, replicas, failed, slots, born, since = meta
+            epoch, chains, addresses, kinds, replicas, failed, places, slots, born, since = meta
             return View(
                 int(epoch),
                 tuple(tuple(int(server) for server in chain) for chain in chains),
@@ -77,6 +80,7 @@ class View:
                 tuple(str(kind) for kind in kinds),
                 int(replicas),
                 str(failed),
+                int(places),
                 {int(server): int(slot) for server, slot in slots},
                 int(born),
                 {int(server): int(epoch) for server, epoch in since},
@@ -92,7 +96,7 @@ def place(sizes: Sequence[int], slots: Sequence[int], replicas: int) -> list[lis
     of the bytes already: then the next. So an added place takes shards from all others and little else moves.
 
     >>> place([10, 10, 10, 10], [0, 1], replicas=2)
-    [[1, 0], [0, 1], [1, 0], [0, 1]]
+    [[0, 1], [1, 0], [0, 1], [1, 0]]
     """
     if replicas > len(slots):
         raise ValueError(f"{replicas} replicas need as many servers; there are {len(slots)}")

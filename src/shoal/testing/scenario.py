@@ -17,6 +17,9 @@ from shoal.testing.network import Network
 from shoal.testing.shape import Shape
 from shoal.testing.simulated_worker import SimulatedWorker
 
+SILENCE = 2.0
+"""Simulated seconds after which a silent process counts as gone."""
+
 
 class Tide:
     """One run of a Shape."""
@@ -54,7 +57,9 @@ class Tide:
     def _start_coordinator(self) -> None:
         self._generation += 1
         generation = self._generation
-        self.coordinator = self.network.start(COORDINATOR, lambda send: Coordinator(generation, send))
+        self.coordinator = self.network.start(
+            COORDINATOR, lambda send: Coordinator(generation, send, SILENCE)
+        )
 
     def _start_server(self, slot: int) -> None:
         me = self._id()
@@ -79,6 +84,8 @@ class Tide:
             self.network.after(at, self._kill_server)
         for _ in range(shape.server_stops):
             self.network.after(draw.uniform(0.3, 1.0), self._stop_server)
+        if shape.servers > shape.replicas:
+            self.network.after(draw.uniform(0.3, 1.5), self._make_busy)
         for _ in range(shape.coordinator_kills):
             self.network.after(draw.uniform(0.2, 1.2), self._kill_coordinator)
         for _ in range(shape.worker_kills):
@@ -130,12 +137,20 @@ class Tide:
         victim = self.network.random.choice(sorted(self.coordinator.view.addresses))
         self.network.stop(victim, self.network.random.uniform(0.5, 5.0))
 
+    def _make_busy(self) -> None:
+        """Let one server say that it has too much to do, for a while: a shard should move, and nothing be lost."""
+        if self.nodes:
+            victim = self.network.random.choice(sorted(self.nodes))
+            self.nodes[victim].load = lambda: {"busy": 1.0}
+
     def _kill_coordinator(self) -> None:
         self.network.kill(COORDINATOR)
         self.network.after(self.network.random.uniform(0.05, 1.0), self._start_coordinator)
 
     def _kill_worker(self) -> None:
-        busy = [rank for rank, worker in self.workers.items() if not worker.finished]
+        busy = [
+            r for r, worker in self.workers.items() if not worker.finished and self.network.alive(worker.me)
+        ]
         if not busy:
             return
         rank = self.network.random.choice(sorted(busy))

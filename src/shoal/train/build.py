@@ -17,6 +17,7 @@ from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
 from shoal.exchange.base import Setup
+from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
 from shoal.partition.block import Block
 from shoal.pipeline.base import Schedule
@@ -64,6 +65,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         recorder.start(model)
     agree_on_model(model, mesh.data if _apart(plan) else world)
     check_trainable(model)
+    check_rows(model, exchange.TABLE.look_up(plan.exchange.name))
     shape, blocks = Shape.of(model), find_blocks(model)
     divided = divide_model(order, plan, mesh, model, feed)
     presence = prepare_layers(order, model, mesh, blocks)
@@ -84,6 +86,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             blocks=blocks,
             root=pipelined.root if pipelined is not None else None,
             values=values,
+            seed=order.seed,
             recorded=bool(record),
         ),
     )

@@ -19,7 +19,15 @@ from shoal.checkpoint.save import Facts, Saver
 from shoal.errors import ConfigError
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
-from shoal.train.state import Memo, check_types, collect, restore, restore_optimizer
+from shoal.train.state import (
+    Memo,
+    check_types,
+    collect,
+    collect_rows,
+    restore,
+    restore_optimizer,
+    restore_rows,
+)
 
 PEER = "peer"
 
@@ -96,7 +104,8 @@ class Checkpoints:
     def begin(self, name: str, progress: Progress) -> None:
         """Save without waiting for the disk. Every rank calls it."""
         if self._saver is not None:
-            self._saver.save(collect(self._parts.whole, self._memo), self._facts(name, progress))
+            state, facts = collect(self._parts.whole, self._memo), self._facts(name, progress)
+            self._saver.save(state, facts, pieces=collect_rows(self._parts.whole))
 
     def save(self, name: str, progress: Progress, root: Path | None = None) -> None:
         """Save, and return when it is on disk. Every rank calls it."""
@@ -108,8 +117,8 @@ class Checkpoints:
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
         self._together(saver.rest)  # an earlier save may have failed for one of us, who would not come along
-        facts = self._facts(name, progress)
-        saver.save(collect(self._parts.whole, self._memo), facts, urgent=True)
+        state, facts = collect(self._parts.whole, self._memo), self._facts(name, progress)
+        saver.save(state, facts, urgent=True, pieces=collect_rows(self._parts.whole))
         self._together(saver.wait)
 
     def _together(self, action: Callable[[], None]) -> None:
@@ -176,6 +185,7 @@ class Checkpoints:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
         parts, state = self._parts, reader.manifest.state
         restore(parts.whole, reader)
+        restore_rows(parts.whole, reader)
         if state["optimizer"] is not None:
             self._check_optimizer(reader)
             for order in state["orders"]:

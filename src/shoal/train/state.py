@@ -4,6 +4,7 @@
     buffer/NAME           as the first replica has it
     buffer@3/NAME         as replica 3 has it, where it differs: statistics of its own samples
     optimizer/KEY/NAME    numbers per element are cut like the parameter; others belong to it as a whole
+    rows/NAME/COLUMN      of a SparseEmbedding: id, values, state, step and clock of every row, by ascending ids
 
 A weight that several stages hold is one weight, under its first name.
 """
@@ -18,16 +19,20 @@ import xxhash
 
 from shoal.checkpoint.load import Reader
 from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.plan import Holding
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import State
 from shoal.checkpoint.shard import check_type
 from shoal.errors import ConfigError
-from shoal.exchange.base import Held
+from shoal.exchange.base import Held, RowPiece
 from shoal.train.whole import Whole
 
 Memo = dict[tuple[str, int, int, torch.dtype], Holding]
 """What has been worked out before: training waits while it is collected, and it is most often the same."""
+
+_AT_ONCE = 8 * 2**20
+"""Bytes of rows that are read at a time."""
 
 
 def check_types(whole: Whole) -> None:
@@ -41,6 +46,12 @@ def collect(whole: Whole, memo: Memo) -> State:
     """What this worker holds, and where it belongs. Every rank calls it."""
     whole.exchange.fetch()
     return [*_parameters(whole, memo), *_optimizer(whole, memo), *_buffers(whole)]
+
+
+def collect_rows(whole: Whole) -> Iterator[Piece]:
+    """The rows of every SparseEmbedding, as they come."""
+    for name, columns in whole.exchange.rows():
+        yield f"rows/{name}", columns
 
 
 def restore(whole: Whole, reader: Reader) -> None:
@@ -72,6 +83,36 @@ def restore_optimizer(whole: Whole, reader: Reader) -> None:
             else:
                 mine[key] = reader.read(path)
         exchange.optimizer.state[target.tensor] = mine
+
+
+def restore_rows(whole: Whole, reader: Reader) -> None:
+    """Take over the rows of every SparseEmbedding; one that the checkpoint does not know begins anew."""
+    stored: dict[str, dict[str, str]] = {}
+    for path in reader.manifest.tensors:
+        if path.startswith("rows/"):
+            name, _, column = path.removeprefix("rows/").rpartition("/")
+            stored.setdefault(name, {})[column] = path
+    for name in stored:
+        if name not in whole.exchange.tables:
+            raise ConfigError(
+                f"the rows of '{name}' are only in {reader.folder}; the checkpoint is of another model."
+            )
+    if stored:
+        pieces = (piece for name, paths in stored.items() for piece in _row_pieces(reader, name, paths))
+        whole.exchange.load_rows(reader.manifest.step, pieces)
+
+
+def _row_pieces(reader: Reader, name: str, paths: Mapping[str, str]) -> Iterator[RowPiece]:
+    tensors = {column: reader.manifest.tensors[path] for column, path in paths.items()}
+    count = tensors["id"].shape[0]
+    step = max(1, _AT_ONCE * count // max(1, sum(tensor.nbytes for tensor in tensors.values())))
+    for start in range(0, count, step):
+        stop, columns = min(start + step, count), {}
+        for column, path in paths.items():
+            rows, width = tensors[column].shape
+            region = Region.whole((rows, width)).within(start * width, stop * width)
+            columns[column] = reader.read(path, region).view(-1, width)
+        yield name, columns
 
 
 def _parameters(whole: Whole, memo: Memo) -> Iterator[tuple[Holding, torch.Tensor]]:

@@ -1,0 +1,75 @@
+"""A coordinator and servers as real processes, for the benchmarks of the parameter server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from shoal.server.host import coordinate, serve
+from shoal.server.keys import JobKeys
+from shoal.server.wire import LOOPBACK
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Attended:
+    """The servers of one job. The job's keys are in a file, as those of servers that stand alone."""
+
+    def __init__(self, servers: int = 2, encrypted: bool = True) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
+        self.keys = JobKeys.make() if encrypted else None
+        self.file = Path(self._folder.name) / "keys"
+        if self.keys is not None:
+            self.keys.write(self.file)
+        self._processes: list[BaseProcess] = []
+        hears, says = _CONTEXT.Pipe(duplex=False)
+        self._start(_coordinate, self.keys, says)
+        self.address: str = hears.recv()
+        for slot in range(servers):
+            self._start(_serve, self.address, self.keys, slot)
+
+    @property
+    def options(self) -> str:
+        """What to write into the brackets of `ps(...)` to find them."""
+        return f"at={self.address.removeprefix('tcp://')}, keys={self.file}"
+
+    @property
+    def pids(self) -> list[int]:
+        """The coordinator, then the servers: for a profiler."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Attended:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, run, *args) -> None:  # type: ignore[no-untyped-def]
+        process = _CONTEXT.Process(target=run, args=args, daemon=True)
+        process.start()
+        self._processes.append(process)
+
+
+def _coordinate(keys: JobKeys | None, says) -> None:  # type: ignore[no-untyped-def]
+    coordinate(keys, LOOPBACK, ready=lambda address, _: says.send(address))
+
+
+def _serve(address: str, keys: JobKeys | None, slot: int) -> None:
+    torch.set_num_threads(1)
+    serve(address, keys, slot=slot)

@@ -1,0 +1,233 @@
+"""SparseEmbedding in real runs: under ps what it is in one process, and refused where nobody keeps its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shoal.embedding import SparseEmbedding
+from shoal.errors import ConfigError
+from shoal.exchange import TABLE as EXCHANGES
+from shoal.exchange.base import Exchange
+from shoal.testing.parity import Trace, largest_difference
+from shoal.testing.spawn import spawn
+from shoal.train.build import build
+from shoal.train.order import Order
+from shoal.train.step import run_step
+from shoal.world.world import World
+
+ROWS = 40
+
+
+class Words(nn.Module):
+    """Two tables, one of them used twice, and ids that come again within a sample."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__()
+        self.words = SparseEmbedding(ROWS, 4, std=0.5, capacity=capacity)
+        self.inner = nn.ModuleDict({"tags": SparseEmbedding(7, 3, std=0.5)})
+        self.head = nn.Linear(11, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first, second = self.words(ids[:, :3]).sum(1), self.words(ids[:, 3:]).mean(1)
+        both = torch.cat([first, second, self.inner["tags"](ids[:, 0] % 7)], 1)
+        out: torch.Tensor = self.head(torch.tanh(both))
+        return out
+
+
+def data(samples: int = 26) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    # Few ids come often, so that several workers touch them in one step; others seldom.
+    ids = (torch.rand(samples, 6, generator=generator) ** 3 * ROWS).long()
+    labels = torch.randint(0, 3, (samples,), generator=generator)
+    labels[4] = -1
+    return TensorDataset(ids, labels)
+
+
+def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    labels = batch[1]
+    total = nn.functional.cross_entropy(output, labels, reduction="sum", ignore_index=-1)
+    return total, int((labels >= 0).sum())
+
+
+def poisoned(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    """In some batches the loss is no number; in others only its gradient is none."""
+    total, count = loss(output, batch)
+    if bool((batch[0] == 33).any()):
+        return total * float("nan"), count
+    if bool((batch[0] == 29).any()):
+        total = total + (output.sum() * 0).sqrt()
+    return total, count
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=0.1)
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": params[:1], "lr": 0.02}, {"params": params[1:], "lr": 0.01}]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+def order(strategy: str, model: Callable[[], nn.Module] = Words) -> Order:
+    return Order(
+        model=model,
+        loss=loss,
+        optimizer=adamw,
+        data=data(),  # type: ignore[arg-type]
+        global_batch=12,
+        strategy=strategy,
+        precision="fp64",
+        seed=3,
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": sgd},
+    "adagrad, clipped by norm": {"optimizer": adagrad, "clip": 0.1},
+    "adamw, accumulated, clipped by norm": {"accumulate": 3, "clip": 0.1},
+    "adamw, clipped by value": {"clip": "value(0.01)"},
+    "steps are dropped": {"loss": poisoned, "on_nan": "skip"},
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    trace: Trace
+    rows: dict[str, torch.Tensor]
+
+
+def all_rows(exchange: Exchange) -> dict[str, torch.Tensor]:
+    """Every column of every table, whole."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, columns in exchange.rows():
+        for column, tensor in columns.items():
+            found.setdefault(f"{name}/{column}", []).append(tensor)
+    return {path: torch.cat(pieces) for path, pieces in found.items()}
+
+
+def train(world: World, asked: Order, steps: int = 8) -> Result:
+    parts = build(asked, world, record="")[1]
+    try:
+        losses = [run_step(parts, number).loss for number in range(steps)]
+        trace = Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+        return Result(trace, all_rows(parts.exchange))
+    finally:
+        parts.exchange.close()
+
+
+def train_cases(world: World, strategy: str) -> dict[str, Result]:
+    return {name: train(world, replace(order(strategy), **case)) for name, case in CASES.items()}
+
+
+def _numbers(trace: Trace) -> Trace:
+    """With a number for the loss of a step that was dropped."""
+    return replace(trace, losses=[-1.0 if math.isnan(loss) else loss for loss in trace.losses])
+
+
+def check_equal(wanted: Result, found: Result, where: str) -> None:
+    gap, at = largest_difference(_numbers(wanted.trace), _numbers(found.trace))
+    assert gap < 1e-12, f"{where}: {gap:.2e} at {at}"
+    assert found.rows.keys() == wanted.rows.keys()
+    for path, value in wanted.rows.items():
+        torch.testing.assert_close(found.rows[path], value, rtol=1e-12, atol=1e-12, msg=f"{where}: {path}")
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 2)])
+def test_ps_equals_one_process(workers: int, servers: int) -> None:
+    results = spawn(train_cases, workers, f"ps(servers={servers}, bucket_mb=0.002)")
+    for name, case in CASES.items():
+        accumulate = workers * case.get("accumulate", 1)
+        wanted = train(World.alone(), replace(order("solo"), **{**case, "accumulate": accumulate}))
+        assert len(wanted.rows["words/id"]) > 10
+        assert (wanted.rows["words/id"].diff(dim=0) > 0).all()
+        for rank, found in enumerate(results):
+            check_equal(wanted, found[name], f"{name}, rank {rank} of {workers}")
+
+
+def test_one_process_computes_what_an_embedding_does() -> None:
+    """With plain SGD, a row without a gradient stays as it is in a dense table too."""
+
+    def plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    asked = replace(order("solo"), optimizer=plain)
+    parts = build(asked, World.alone(), record="")[1]
+    dense = Words().double()
+    dense.load_state_dict(parts.model.state_dict())
+    for name, table in [("words", dense.words), ("inner.tags", dense.inner["tags"])]:
+        sparse = parts.model.get_submodule(name)
+        assert isinstance(sparse, SparseEmbedding)
+        assert isinstance(table, SparseEmbedding)
+        assert sparse.source is not None
+        weight = sparse.source.fetch(name, torch.arange(table.rows))
+        embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        dense.set_submodule(name, embedding)
+    wanted = build(replace(asked, model=dense), World.alone(), record="")[1]
+    for number in range(8):
+        assert abs(run_step(parts, number).loss - run_step(wanted, number).loss) < 1e-12
+
+
+def losses_of(world: World, strategy: str) -> list[float]:
+    """Two tables must learn to tell apart what the head alone cannot."""
+    parts = build(replace(order(strategy), optimizer=adagrad, global_batch=26), world, record="")[1]
+    exchange, losses = parts.exchange, []
+    try:
+        while (number := exchange.claim(0, 60)) is not None:
+            losses.append(run_step(parts, number).loss)
+        return losses
+    finally:
+        exchange.close()
+
+
+@pytest.mark.parametrize("clock", ["ssp=1", "asp"])
+def test_other_clocks_learn(clock: str) -> None:
+    both = spawn(losses_of, 2, f"ps({clock})")
+    losses = [loss for losses in both for loss in losses]
+    assert len(losses) == 120
+    for losses in both:
+        assert losses[0] > 0.9
+        assert sum(losses[-4:]) / 4 < 0.3
+
+
+@pytest.mark.parametrize("strategy", [name for name, kind in EXCHANGES.items() if not kind.keeps_rows])
+def test_others_refuse_it(strategy: str) -> None:
+    text = r"SparseEmbedding 'words' keeps its rows on servers; use ps or solo\."
+    with pytest.raises(ConfigError, match=text):
+        build(order(strategy), World.alone(), record="")
+
+
+def test_what_rows_cannot_have_is_refused() -> None:
+    def rprop(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Rprop(params)
+
+    for strategy in ("solo", "ps"):
+        with pytest.raises(
+            ConfigError, match="Rprop has no rule for single rows, which SparseEmbedding 'words'"
+        ):
+            build(replace(order(strategy), optimizer=rprop), World.alone(), record="")
+    with pytest.raises(ConfigError, match=r"aggregate=median .* use aggregate=weighted"):
+        build(order("ps(aggregate=median)"), World.alone(), record="")
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        build(order("ps", lambda: SparseEmbedding(3, 3)), World.alone(), record="")
+
+
+def test_a_capacity_holds_and_one_server_gives_up_the_same_rows_as_one_process() -> None:
+    small = partial(Words, capacity=9)
+    wanted = train(World.alone(), order("solo", small))
+    assert len(wanted.rows["words/id"]) == 9
+    check_equal(wanted, train(World.alone(), order("ps(servers=1)", small)), "one server")
+    shared = train(World.alone(), order("ps(servers=3)", small))
+    assert len(shared.rows["words/id"]) <= 9

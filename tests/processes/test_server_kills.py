@@ -1,0 +1,127 @@
+"""`kill -9` of servers, coordinator and workers of a real job: it ends with the same bits as an undisturbed one.
+
+Under bsp every update is one sum over one step's samples, so an update that was lost, or applied twice, or made from
+other samples, would change all losses after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+STEPS, PAUSE = 700, 0.02
+
+
+class Job:
+    """`shoal run` of the job, in the background."""
+
+    def __init__(self, folder: Path, steps: int, pause: float, strategy: str, workers: int = 2) -> None:
+        folder.mkdir()
+        self.folder, self.steps = folder, steps
+        script = [str(HERE / "server_job.py"), str(folder), str(steps), str(pause)]
+        command = [sys.executable, "-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy]
+        self.process = subprocess.Popen(
+            [*command, *script], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+        )
+
+    def children(self, name: str) -> list[int]:
+        """Processes of the launcher by what they are called; workers have the launcher's name."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if child.name().startswith(name) and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
+            except psutil.NoSuchProcess:
+                continue
+        return sorted(found)
+
+    def status(self, rank: int = 0) -> dict[str, object]:
+        try:
+            found: dict[str, object] = json.loads((self.folder / f"status-{rank}").read_text())
+        except FileNotFoundError:
+            return {"step": 0, "epoch": 0, "whole": False}
+        return found
+
+    def running(self) -> bool:
+        return self.process.poll() is None and int(str(self.status()["step"])) < self.steps - 20
+
+    def end(self) -> str:
+        errors = self.process.communicate(timeout=120)[1]
+        assert self.process.returncode == 0, errors
+        return errors
+
+    def losses(self, rank: int) -> dict[int, float]:
+        lines = [json.loads(line) for line in (self.folder / f"losses-{rank}").read_text().splitlines()]
+        return {number: loss for number, loss, _ in lines}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "parameters.pt")
+        return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """ddp, so that it is shown too that a parameter server computes what ddp does."""
+    job = Job(tmp_path_factory.mktemp("jobs") / "ddp", STEPS, 0.0, "ddp")
+    job.end()
+    return job
+
+
+def compare(job: Job, undisturbed: Job) -> None:
+    wanted = undisturbed.losses(0)
+    seen: dict[int, float] = {}
+    for rank in (0, 1):
+        for number, loss in job.losses(rank).items():
+            assert loss == pytest.approx(wanted[number], rel=1e-4), f"rank {rank}, step {number}"
+            assert seen.setdefault(number, loss) == loss, f"ranks disagree about step {number}"
+    assert set(seen) >= set(range(1, job.steps + 1)), "some step was done by nobody"
+    if job.steps < STEPS:
+        return
+    for name, value in undisturbed.parameters().items():
+        torch.testing.assert_close(job.parameters()[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_fifty_servers_are_killed(tmp_path: Path, undisturbed: Job) -> None:
+    draw, kills, last = random.Random(1), 0, 0
+    job = Job(tmp_path / "ps", STEPS, PAUSE, "ps(servers=3)")
+    while kills < 50 and job.running():
+        status = job.status()
+        servers = job.children("shoal-server")
+        if status.get("whole") and int(str(status["epoch"])) > last and len(servers) == 3:
+            last = int(str(status["epoch"]))
+            os.kill(draw.choice(servers), signal.SIGKILL)
+            kills += 1
+        time.sleep(0.005)
+    job.end()
+    assert kills == 50, f"the job was over after {kills} kills"
+    compare(job, undisturbed)
+
+
+def test_coordinator_and_workers_are_killed(tmp_path: Path, undisturbed: Job) -> None:
+    draw, done = random.Random(2), 0
+    job = Job(tmp_path / "ps", 260, PAUSE, "ps")
+    while done < 4 and job.running():
+        step = int(str(job.status()["step"]))
+        if step >= 50 * (done + 1):
+            coordinator = job.children("shoal-coord")
+            servers = {*job.children("shoal-server"), *coordinator}
+            workers = [pid for pid in job.children("") if pid not in servers]
+            victims = coordinator if done % 2 == 0 else [draw.choice(workers)]
+            os.kill(victims[0], signal.SIGKILL)
+            done += 1
+        time.sleep(0.01)
+    errors = job.end()
+    assert done == 4
+    assert errors.count("another takes its place") == 2
+    compare(job, undisturbed)

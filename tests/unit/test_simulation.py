@@ -1,0 +1,137 @@
+"""Whole parameter-server jobs on a simulated network, with faults by seed: nothing acknowledged is lost, nothing is
+applied twice, nobody is further ahead than the clock allows, and all reads fit one order of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.server.chain import Chain
+from shoal.server.ledger import Ledger
+from shoal.server.node import Node
+from shoal.server.view import View
+from shoal.testing.history import History, Read, Write, check_linearised
+from shoal.testing.network import Weather
+from shoal.testing.scenario import Tide, check
+from shoal.testing.shape import Shape, shape_of
+
+SEEDS = 600
+GROUPS = 6
+
+
+def run(shape: Shape) -> Tide:
+    tide = Tide(shape)
+    tide.run()
+    check(tide)
+    return tide
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_seeded_faults(group: int) -> None:
+    kills = 0
+    for seed in range(group, SEEDS, GROUPS):
+        kills += run(shape_of(seed)).history.kills
+    assert kills > SEEDS // GROUPS // 2, "most of these jobs should have lost a server"
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, -1])
+def test_many_kills_in_one_job(window: int) -> None:
+    shape = Shape(seed=5, servers=3, workers=3, steps=120, window=window, server_kills=6)
+    history = run(shape).history
+    assert history.kills >= 3
+    assert history.finished == 3
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    one, other = run(shape_of(17)), run(shape_of(17))
+    assert (one.network.messages, one.network.now) == (other.network.messages, other.network.now)
+    assert one.history == other.history
+
+
+def test_a_busy_server_gives_a_shard_away() -> None:
+    shape = Shape(seed=1, servers=3, workers=2, shards=4, steps=40, server_kills=0)
+    tide = Tide(shape)
+    tide.network.run(1.0)
+    assert tide.coordinator is not None
+    before = tide.coordinator.view
+    busiest = max(before.addresses, key=lambda s: sum(s in chain for chain in before.chains[1:]))
+    for node in tide.nodes.values():
+        node.load = lambda busy=float(node.me == busiest): {"busy": busy}
+    tide.run()
+    check(tide)
+    after = tide.coordinator.view
+    held = [sum(busiest in chain for chain in view.chains[1:]) for view in (before, after)]
+    assert held[1] < held[0], "no shard has moved"
+
+
+def test_workers_lost_and_stopped_servers_together() -> None:
+    for seed in range(20):
+        weather = Weather(0.05, 0.05, 0.03)
+        shape = replace(shape_of(seed), worker_kills=2, server_stops=1, coordinator_kills=1, weather=weather)
+        run(shape)
+
+
+# The checks can fail: each mechanism is taken out, and somebody notices.
+
+
+def some_fail(seeds: range) -> bool:
+    for seed in seeds:
+        try:
+            run(shape_of(seed))
+        except AssertionError:
+            return True
+    return False
+
+
+def test_answers_before_all_hold_an_operation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Chain._take
+
+    def hasty(self: Chain, message: object, now: float) -> None:
+        take(self, message, now)  # type: ignore[arg-type]
+        self._commit(self.last)  # without waiting for the others
+
+    monkeypatch.setattr(Chain, "_take", hasty)
+    assert some_fail(range(150))
+
+
+def test_a_clock_that_looks_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "_find", lambda self, rank: _any_part(self, rank))
+    assert some_fail(range(60))
+
+
+def _any_part(ledger: Ledger, rank: int) -> tuple[int, int] | None:
+    del rank
+    for step in range(ledger.oldest, ledger.terms.stop):
+        entry = ledger.steps.get(step)
+        for part in range(ledger.terms.parts):
+            if entry is None or (part not in entry.done and not entry.claimed.get(part)):
+                return step, part
+    return None
+
+
+def test_a_new_server_that_takes_nothing_for_everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Node._take_view
+
+    def hasty(self: Node, view: View, now: float) -> None:
+        take(self, view, now)
+        for chain in self.chains.values():
+            chain.whole = True
+
+    monkeypatch.setattr(Node, "_take_view", hasty)
+    assert some_fail(range(60))
+
+
+def test_histories_that_fit_no_order_are_refused() -> None:
+    def history(parts: list[set[int]], times: list[tuple[float, float]]) -> History:
+        writes = [Write(1, 0.0, 1.0, 0), Write(1, 0.0, 1.0, 1)]
+        reads = [Read(1, a, b, 0, frozenset(p)) for p, (a, b) in zip(parts, times, strict=True)]
+        return History(reads, writes)
+
+    check_linearised(history([{0}, {0, 1}], [(0.1, 0.2), (0.3, 0.4)]), 1, "")
+    with pytest.raises(AssertionError, match="misses acknowledged"):
+        check_linearised(history([{0}], [(2.0, 2.1)]), 1, "")
+    with pytest.raises(AssertionError, match="contradict"):
+        check_linearised(history([{0}, {1}], [(0.1, 0.2), (0.1, 0.2)]), 1, "")
+    with pytest.raises(AssertionError, match="shows less"):
+        check_linearised(history([{0}, {0, 1}], [(0.5, 0.6), (0.1, 0.2)]), 1, "")
