@@ -1,1 +1,143 @@
-def measure(t): return 0
+"""Slow workers under the clocks of the parameter server: how much faster the same samples go through, and to what loss.
+
+    scripts/bench server stragglers
+
+Four workers train a small classifier on noisy labels. A part of a step is a sleep of 20 ms, so that cores are no
+matter, and the real gradient. Two kinds of trouble:
+
+    now and then      each part takes four times as long with probability 1/4, as the worker's own seed says. With bsp a
+                      step takes as long as its slowest part, 61 ms on average; spread out evenly it is 35 ms: 1.75.
+    for good          one worker always takes four times as long: 80 ms a step with bsp. With asp the others take over
+                      its parts, 24.6 ms a step: 3.25.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from attended import Attended
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.testing.spawn import spawn
+from shoal.train.build import Order, build
+from shoal.train.step import run_step
+from shoal.world.world import World
+
+WORKERS, BATCH, SAMPLES = 4, 128, 8192
+PAUSE, SLOWER, CHANCE = 0.02, 4, 0.25
+FEATURES, CLASSES = 16, 8
+SAME_LOSS = 0.01
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Which parts are slow, under how many steps, and what a clock must gain over bsp."""
+
+    name: str
+    now_and_then: bool
+    steps: int
+    clock: str
+    goal: float
+
+
+TROUBLES = [
+    Trouble("now and then", True, 150, "ssp=4", 1.5),
+    Trouble("for good", False, 100, "asp", 2.5),
+]
+
+
+def samples(seed: int) -> TensorDataset:
+    """Labels are drawn with the probabilities that a fixed net gives: the loss has a floor well above zero."""
+    torch.manual_seed(1)
+    teacher = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    with torch.no_grad():
+        y = torch.multinomial(F.softmax(4 * teacher(x), 1), 1, generator=generator).squeeze(1)
+    return TensorDataset(x, y)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2)
+
+
+def slow_loss(rank: int, now_and_then: bool) -> Callable[[torch.Tensor, Batch], tuple[torch.Tensor, int]]:
+    """A loss that takes its time."""
+    drawn = random.Random(rank)
+
+    def loss(output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+        slow = drawn.random() < CHANCE if now_and_then else rank == 0
+        time.sleep(PAUSE * (SLOWER if slow else 1))
+        return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+    return loss
+
+
+def train(world: World, strategy: str, trouble: Trouble) -> tuple[float, float, float]:
+    """When this worker began and ended, and the loss on samples it has not seen."""
+    torch.set_num_threads(1)
+    order = Order(net, slow_loss(world.rank, trouble.now_and_then), sgd, samples(2), BATCH, strategy)
+    parts = build(order, world, record="")[1]
+    exchange = parts.exchange
+    number = exchange.claim(0, trouble.steps)
+    world.barrier()
+    began = time.monotonic()
+    while number is not None:
+        run_step(parts, number)
+        number = exchange.claim(number + 1, trouble.steps)
+    ended = time.monotonic()
+    exchange.refresh()
+    x, y = samples(3).tensors
+    with torch.no_grad():
+        loss = F.cross_entropy(parts.model(x), y).item()
+    world.barrier()
+    exchange.close()
+    return began, ended, loss
+
+
+def once(clock: str, trouble: Trouble) -> tuple[float, float]:
+    """Seconds of all steps, and the loss after them."""
+    with Attended() as job:
+        found = spawn(train, WORKERS, f"ps({clock}, {job.options})", trouble, timeout=300)
+    seconds = max(ended for _, ended, _ in found) - min(began for began, _, _ in found)
+    return seconds, found[0][2]
+
+
+def measure(turns: int) -> int:
+    from server import verdict
+
+    missed = 0
+    for trouble in TROUBLES:
+        clocks = ["bsp", trouble.clock]
+        seen: dict[str, list[tuple[float, float]]] = {clock: [] for clock in clocks}
+        for turn in range(turns):
+            for clock in clocks if turn % 2 == 0 else reversed(clocks):
+                seen[clock].append(once(clock, trouble))
+        print(f"\nslow {trouble.name}: {WORKERS} workers, {trouble.steps} steps of {BATCH} samples")
+        print(f"{'contestant':<26} {'ms a step':>10} {'loss':>10}   each turn")
+        medians: dict[str, tuple[float, float]] = {}
+        for clock, results in seen.items():
+            times, losses = zip(*results, strict=True)
+            medians[clock] = (statistics.median(times) * 1e3 / trouble.steps, statistics.median(losses))
+            each = " ".join(f"{seconds * 1e3 / trouble.steps:.1f}" for seconds in times)
+            print(f"{f'ps({clock})':<26} {medians[clock][0]:>10.1f} {medians[clock][1]:>10.4f}   {each}")
+        (slow, loss), (fast, other) = medians["bsp"], medians[trouble.clock]
+        missed += verdict(f"speed of ps({trouble.clock}) / ps(bsp)", slow / fast, trouble.goal, least=True)
+        if trouble.now_and_then:
+            apart = math.fabs(other / loss - 1)
+            missed += verdict(f"losses of ps({trouble.clock}) and ps(bsp) apart by", apart, SAME_LOSS)
+    return missed

@@ -4,6 +4,8 @@ ShoalError
 ├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
 ├── NonFiniteLoss      the loss became NaN or infinite; exit code 2
 ├── PeerLost           another worker ended while this one waited for it; exit code 4
+├── ServersLost        the parameter servers have ended or cannot be reached; exit code 4
+├── ServerRefused      a parameter server cannot do what it was asked; exit code 2
 ├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
 
@@ -35,6 +37,18 @@ class PeerLost(ShoalError):
     """A worker that this one was waiting for has ended. It is a consequence, never the first cause."""
 
     exit_code = 4
+
+
+class ServersLost(ShoalError):
+    """The parameter servers have ended, or cannot be reached."""
+
+    exit_code = 4
+
+
+class ServerRefused(ShoalError):
+    """A parameter server cannot do what it was asked, and says why."""
+
+    exit_code = 2
 
 
 class VerifyFailed(ShoalError):

@@ -80,4 +80,5 @@ def test_bytes_sent_follow_the_formula(name: str) -> None:
     """Between two workers a step moves (N-1)/N of the gradient to be summed, and as much to be handed out."""
     for sent, total in spawn(count_bytes, 2, name):
         expected = total // 2 if name == "shared" else total  # shared hands out nothing: there is one copy
-        assert expected <= sent <= expected + 400  # the loss, who was used, the norm, a barrier
+        # The loss, who was used, the norm, a barrier; with servers, the frames of what is said.
+        assert expected <= sent <= expected + (4000 if TABLE[name].apart else 400)

@@ -31,6 +31,7 @@ run = shoal.Run(
     global_batch=64,
     strategy="ps",
     clip=1.0,
+    deterministic=True,
     log=None,
     progress=False,
 )

@@ -47,6 +47,21 @@ REFUSED = [
         "zero3(replicas=3) puts 4 workers into 3 equal groups, which cannot be done; use replicas=1",
     ),
     ("solo", 2, "solo is one process alone; you have 2 workers. Use --workers 1, or ddp."),
+    ("ps * tp2", 2, "servers hold whole models; leave tpN and ppN out, or use ddp."),
+    ("ps(replicas=3)", 2, "ps(replicas=3): 3 replicas need as many servers, and there are 2; use servers=3"),
+    (
+        "ps(asp, aggregate=median)",
+        2,
+        "median compares the parts of a step, and asp applies each alone; use bsp",
+    ),
+    ("ps(backup=2)", 2, "backup=2 leaves 0 of 2 workers to wait for"),
+    ("ps(asp, backup=1)", 4, "it takes bsp"),
+    ("ps(ssp)", 2, "ssp needs a number of steps, as in ssp=4."),
+    ("ps(bsp, ssp=3)", 2, "ssp=3 has no meaning for bsp; leave one out."),
+    ("ps(then=asp)", 2, "a second clock needs both, as in then=asp, after=100."),
+    ("ps(patience=0)", 2, "patience=0.0 s lets nobody work; 60 is a good one."),
+    ("ps(aggregate=trimed(0.1))", 2, "unknown aggregate 'trimed'; did you mean 'trimmed'?"),
+    ("ps(bps)", 2, "unknown clock 'bps'; did you mean 'bsp'?"),
 ]
 
 

@@ -79,6 +79,7 @@ def _draw(schedule: str, stages: int, microbatches: int) -> None:
 def _slots() -> dict[str, Table[Any]]:
     from shoal import (
         aggregate,
+        clock,
         compress,
         exchange,
         partition,
@@ -91,6 +92,7 @@ def _slots() -> dict[str, Table[Any]]:
         "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
         "partition": partition.TABLE,
+        "clock": clock.TABLE,
         "aggregate": aggregate.TABLE,
         "precision": precision.TABLE,
         "schedule": schedule.TABLE,

@@ -39,7 +39,7 @@ class Attendants:
         """Descriptors that a forked child inherits and must close."""
         self._generation = 0
         self._pids: dict[int, tuple[str, int, int]] = {}
-        """Process -> where it listens, its slot (-1: the coordinator), its number in the job."""
+        """Process -> where it listens, its slot, its number in the job, which for the coordinator is 0."""
         self._to_coordinator = -1
         self._ends: list[float] = []
         self._ended = False
@@ -114,7 +114,7 @@ class Attendants:
                 for descriptor in self.closing():
                     os.close(descriptor)
                 leave_parent(self._threads)
-                _name("shoal-coord" if slot < 0 else "shoal-server")
+                _name("shoal-server" if me else "shoal-coord")
                 run()
             except BaseException as error:
                 print(f"shoal: a server ended: {error}", file=sys.stderr, flush=True)
@@ -134,7 +134,7 @@ class Attendants:
         self._ends = [at for at in self._ends if now - at < AGAIN_SECONDS] + own
         if self._ended or len(self._ends) > AGAIN_TIMES:
             return
-        if slot < 0:
+        if not me:
             self.coordinate(self.address or listen)
         else:
             self.tell_gone(me)

@@ -63,6 +63,7 @@ class Desk:
     def _start(self, servers: int) -> None:
         if not self.started:
             self.started = True
-            self._servers.coordinate()
+            if servers:
+                self._servers.coordinate()
             for slot in range(servers):
                 self._servers.serve(slot)

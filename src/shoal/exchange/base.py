@@ -73,6 +73,8 @@ class Setup:
     """The names of the whole model's blocks; some of them may be in other stages."""
     root: nn.Module | None = None
     """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    order: Sequence[str] = ()
+    """Parameters in the order their gradients will become ready, where that is known before the first step."""
     recorded: bool = False
     """Whether somebody writes down the gradients of every step."""
     seed: int = 0

@@ -80,7 +80,7 @@ class FlatExchange(Exchange):
         self._groups = names_in_groups(made, self.trained, setup.model)
         self.given = made
         """The optimizer as the user made it, with the user's settings."""
-        self.order = list(reversed(self.trained))
+        self.order = list(setup.order) or list(reversed(self.trained))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._watch: ForwardOrder | None = None
         self.module = setup.model

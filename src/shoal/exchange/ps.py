@@ -14,6 +14,7 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ from shoal.server.description import describe, settings_of
 from shoal.server.found import find_servers
 from shoal.server.link import Link
 from shoal.server.post import new_id
-from shoal.server.view import LEDGER
+from shoal.server.view import LEDGER, ROWS
 from shoal.server.work import Work
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket
@@ -77,9 +78,8 @@ class Ps(FlatExchange):
         tables.check_aggregate(options.aggregate)
         me = new_id()
         self._servers = find_servers(who, me, options.servers, options.at, options.keys)
-        dense = [shard.nbytes for shard in self.shards]
-        sizes = [_LEDGER_BYTES, *dense, *tables.sizes(sum(dense))]
-        kinds = ["ledger", *["dense"] * len(dense), *["rows"] * len(tables.shards)]
+        sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards), *tables.sizes]
+        kinds = ["ledger", *["dense"] * len(self.shards), *[ROWS] * len(tables.shards)]
         terms = [sizes, kinds, options.servers, options.copies, options.patience]
         self.link = Link(me, self._servers.address, self._servers.keys, who.rank, terms)
         self._work = Work(self.link.client, who.rank, range(1, len(sizes)))
@@ -93,8 +93,12 @@ class Ps(FlatExchange):
 
     # Where things lie.
 
+    def lay_out_again(self, order: list[str]) -> None:
+        del order  # where things lie was agreed on with the servers, and sums do not depend on it
+
     def allocate(self) -> list[torch.Tensor]:
-        self.shards = cut_shards(self.buckets, self._capacity)
+        # The norm adds up what shards say. To round as ddp does, they must be what ddp adds up: whole buckets.
+        self.shards = cut_shards(self.buckets, sys.maxsize if self.deterministic else self._capacity)
         device = self.world.device
         self._outgoing = Outgoing(self.buckets, device)
         self._gradients = self._outgoing.gradients
@@ -193,9 +197,9 @@ class Ps(FlatExchange):
         found = self._served.squares(turn.step, turn.tally["parts"], self._who.size)
         others = self._tables.squares(turn.step, turn.tally["parts"])
         known = [value["norm"] for value in [*found, *others] if isinstance(value, dict)]
-        if known:  # another worker was first, and the update is made: all go by its number
-            self._norm = float(known[0])
-            return self._norm
+        if known:  # another worker was first, and the update is made: all go by its number, if it is remembered
+            self._norm = known[0]
+            return float(sum_of_squares(self._gradients) ** 0.5) if known[0] is None else float(known[0])
         rows = [0.0] * self._who.size
         for shard, values in zip(self.shards, found, strict=True):
             for rank, value in enumerate(values):

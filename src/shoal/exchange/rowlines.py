@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ServerRefused
 from shoal.server.client import Request
 from shoal.server.link import Link
 from shoal.server.machine import Answer, Operation, Refused
 from shoal.server.rows import Rows
-from shoal.server.work import ServerRefused, Work
+from shoal.server.work import Work
 
 Pending = Callable[[], Answer]
 """Waits for an answer, if it is not there yet."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shoal.errors import ServerRefused
 from shoal.exchange.shards import Shard
 from shoal.server.client import Request
 from shoal.server.link import Link
@@ -18,7 +19,6 @@ from shoal.server.machine import Answer
 from shoal.server.message import Where
 from shoal.server.slabs import Opened
 from shoal.server.view import LEDGER
-from shoal.server.work import ServerRefused
 from shoal.world.memory import put
 
 _TRIES = 200

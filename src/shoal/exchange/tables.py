@@ -31,9 +31,6 @@ from shoal.server.rowwise import RULES, RowOptimizer
 
 _PIECE = 8 * 2**20
 """Bytes of rows that are under way at a time, from each shard or to all, when a table is saved or loaded."""
-_WEIGHT = 2
-"""Tables count at most this many times the dense parameters when shards are placed. More would leave the dense ones
-to chance; less would let one server have two shards of a table."""
 
 
 def find_tables(model: nn.Module) -> dict[str, SparseEmbedding]:
@@ -110,16 +107,12 @@ class Tables:
         """The numbers of all shards of all tables."""
         return [shard for table in self._tables.values() for shard in table.shards]
 
-    def sizes(self, dense: int) -> list[int]:
-        """What each shard counts for when shards are placed beside so many bytes of dense ones.
-
-        How many rows there will be is not known; as large as they can get, they would hide all else.
-        """
-        whole = [table.terms.rows * table.row_bytes for table in self._tables.values()]
-        scale = min(1.0, _WEIGHT * max(dense, 1) / max(sum(whole), 1))
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that each shard takes if every row does."""
         return [
-            max(1, int(size * scale / len(table.shards)))
-            for size, table in zip(whole, self._tables.values(), strict=True)
+            table.terms.rows * table.row_bytes // len(table.shards) + 1
+            for table in self._tables.values()
             for _ in table.shards
         ]
 
@@ -212,6 +205,10 @@ class Tables:
         """Until what was sent is done."""
         pending, self._pending = self._pending, []
         self._settle(pending)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each shard says of itself: rows, bytes, evicted."""
+        return [answer().value for answer in [self.line.ask(shard, "facts") for shard in self.shards]]
 
     # Checkpoints.
 

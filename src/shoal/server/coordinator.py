@@ -230,7 +230,7 @@ class Coordinator:
         chosen = sorted(self.servers, key=lambda server: (self.servers[server].slot, server))[: terms.servers]
         slots = {server: number for number, server in enumerate(chosen)}
         by_slot = {number: server for server, number in slots.items()}
-        chains = place(terms.sizes, sorted(by_slot), terms.replicas)
+        chains = place(terms.sizes, sorted(by_slot), terms.replicas, terms.kinds)
         self._publish(
             View(
                 chains=tuple(tuple(by_slot[slot] for slot in chain) for chain in chains),

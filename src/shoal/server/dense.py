@@ -232,8 +232,8 @@ class Dense(Machine):
         ]
         if not all(start <= stop <= shard.size for start, stop in ranges):
             raise Refused(f"the ranges {ranges} are not all within the shard's {shard.size} values.")
-        if op.clock in self._norms:
-            return Answer({"norm": self._norms[op.clock]})
+        if self._are_done(op.clock, asked.named(op.args["parts"]).parts):
+            return Answer({"norm": self._norms.get(op.clock)})
         found = self._look(shard, op)
         if found is None:
             return None

@@ -36,6 +36,8 @@ def find_servers(world: World, me: int, servers: int, at: str = "", keys: str = 
             raise ConfigError(
                 f"ps(at={at}) needs the servers' keys: keys=FILE, the file that `shoal server` wrote."
             )
+        if world.launcher:  # it starts no servers, but another worker in the place of one that is killed
+            ask_launcher(world.launcher, {"servers": 0, "rank": world.rank, "id": me})
         return Found(f"tcp://{at}", JobKeys.read(Path(keys).expanduser()))
     if world.launcher:
         return ask_launcher(world.launcher, {"servers": servers, "rank": world.rank, "id": me})

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shoal.errors import ShoalError
+from shoal.errors import ServersLost
 from shoal.server.client import Client, Request
 from shoal.server.keys import JobKeys
 from shoal.server.message import Kind, Message
@@ -23,10 +23,6 @@ START_SECONDS = 60.0
 """How long the servers may take to be there."""
 STALL_SECONDS = 30.0
 """How long nothing may be heard from any server before a worker gives up."""
-
-
-class ServersLost(ShoalError):
-    """The servers have ended, or cannot be reached."""
 
 
 class Link:

@@ -14,6 +14,8 @@ import xxhash
 
 LEDGER = 0
 """The first shard is the ledger: who works on what."""
+ROWS = "rows"
+"""The kind of a shard of a table."""
 
 _SLACK = 1.1
 """A server may hold this much more than an equal part of the bytes, to stay where the hash puts a shard."""
@@ -89,22 +91,37 @@ class View:
             raise ValueError(f"not a view: {error}") from None
 
 
-def place(sizes: Sequence[int], slots: Sequence[int], replicas: int) -> list[list[int]]:
+def place(
+    sizes: Sequence[int], slots: Sequence[int], replicas: int, kinds: Sequence[str] = ()
+) -> list[list[int]]:
     """The chain of each shard of so many bytes, as places of servers, head first.
 
     Each shard draws a number for every place and takes the highest (rendezvous hashing), unless a place has its part
-    of the bytes already: then the next. So an added place takes shards from all others and little else moves.
+    of the bytes already: then the next. So an added place takes shards from all others and little else moves. Shards
+    of rows are spread by themselves: nobody knows how large they get, and what is said of it would hide all else.
 
     >>> place([10, 10, 10, 10], [0, 1], replicas=2)
     [[0, 1], [1, 0], [0, 1], [1, 0]]
+    >>> place([10, 10, 10**9, 10**9], [0, 1], replicas=1, kinds=["dense", "dense", "rows", "rows"])
+    [[0], [1], [0], [1]]
     """
     if replicas > len(slots):
         raise ValueError(f"{replicas} replicas need as many servers; there are {len(slots)}")
+    rows = [bool(kinds) and kinds[shard] == ROWS for shard in range(len(sizes))]
+    chains: list[list[int]] = [[] for _ in sizes]
+    for some in (True, False):
+        shards = [shard for shard, is_rows in enumerate(rows) if is_rows == some]
+        _place_some(chains, shards, sizes, slots, replicas)
+    return chains
+
+
+def _place_some(
+    chains: list[list[int]], shards: Sequence[int], sizes: Sequence[int], slots: Sequence[int], replicas: int
+) -> None:
     held = dict.fromkeys(slots, 0)
     heads = dict.fromkeys(slots, 0)
-    room = _SLACK * sum(sizes) / len(slots)
-    chains: list[list[int]] = [[] for _ in sizes]
-    for shard in sorted(range(len(sizes)), key=lambda s: (-sizes[s], s)):
+    room = _SLACK * sum(sizes[shard] for shard in shards) / len(slots)
+    for shard in sorted(shards, key=lambda s: (-sizes[s], s)):
         drawn = sorted(slots, key=lambda slot: _draw(shard, slot), reverse=True)
         size = sizes[shard]
         # The head works most: it receives what workers send. So heads are spread first, then the copies.
@@ -116,7 +133,6 @@ def place(sizes: Sequence[int], slots: Sequence[int], replicas: int) -> list[lis
         heads[head] += size
         for slot in chains[shard]:
             held[slot] += size
-    return chains
 
 
 def _draw(shard: int, slot: int) -> int:

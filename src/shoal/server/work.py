@@ -12,17 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.errors import ShoalError
+from shoal.errors import ServerRefused
 from shoal.server.client import Client, Request
 from shoal.server.message import Where
 from shoal.server.view import LEDGER
 
 T = TypeVar("T")
 Conversation = Generator[Sequence[Request], None, T]
-
-
-class ServerRefused(ShoalError):
-    """A server cannot do what it was asked, and says why."""
 
 
 @dataclass(frozen=True)

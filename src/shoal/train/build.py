@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,8 +14,10 @@ from shoal.data.batch import convert, default_inputs
 from shoal.data.feed import Feed
 from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
+from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
-from shoal.exchange.base import Setup
+from shoal.exchange.base import Setup, trainable
+from shoal.exchange.readiness import ForwardOrder
 from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
 from shoal.partition.block import Block
@@ -28,8 +29,8 @@ from shoal.train import precision
 from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
 from shoal.train.divide import Divided, Found, Trial, divide, find_division
-from shoal.train.model import MODEL, agree_on_model, make_model
-from shoal.train.order import Order
+from shoal.train.model import agree_on_model, make_model
+from shoal.train.order import Order, check_kinds
 from shoal.train.parts import Parts
 from shoal.train.pipelined import Job, Pipelined
 from shoal.train.recompute import recompute_blocks
@@ -88,6 +89,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             values=values,
             seed=order.seed,
             recorded=bool(record),
+            order=_seen_order(order, model, feed, world.device) if _apart(plan) else (),
         ),
     )
     options = tensor_options(plan)
@@ -182,6 +184,25 @@ def plan_schedule(plan: Plan) -> type[Schedule]:
     return pipeline.TABLE.look_up(pipeline_options(plan).schedule)
 
 
+def _seen_order(order: Order, model: nn.Module, feed: Feed, device: torch.device) -> list[str]:
+    """Parameters by one trial pass, the last used first: where they lie must be known before the first step.
+
+    Rows of an embedding are on servers that are not there yet; then the order of definition has to do.
+    """
+    if any(isinstance(module, SparseEmbedding) for module in model.modules()):
+        return []
+    trial = make_trial(order, model, feed, device)
+    watch = ForwardOrder(model, trainable(model))
+    model.eval()
+    try:
+        with torch.no_grad(), trial.precision.context(device):
+            model(trial.inputs(trial.batch))
+    finally:
+        model.train()
+        seen = watch.close()
+    return seen
+
+
 def meets_at_servers(strategy: str) -> bool:
     """Whether workers under a strategy meet at servers only."""
     return _apart(parse_strategy(strategy))
@@ -212,32 +233,6 @@ def prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str
     return presence
 
 
-def check_kinds(order: Order) -> None:
-    """Refuse fields of another kind than a run can use."""
-    if not isinstance(order.model, nn.Module) and not callable(order.model):
-        raise ConfigError(f"model= is a {type(order.model).__name__}; {MODEL}")
-    if not callable(order.optimizer):
-        raise ConfigError(
-            f"optimizer= is a {type(order.optimizer).__name__}; give a function of the parameters that returns "
-            "a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=3e-4)."
-        )
-    if not callable(order.loss):
-        raise ConfigError(
-            f"loss= is a {type(order.loss).__name__}; give a function (output, batch) -> (sum, count)."
-        )
-    if not isinstance(order.tensor_rules, Mapping):
-        raise ConfigError(
-            f'tensor_rules= is a {type(order.tensor_rules).__name__}; give a dict such as {{"*.up": "column"}}.'
-        )
-    if not isinstance(order.columns, Mapping):
-        raise ConfigError(
-            f'columns= is a {type(order.columns).__name__}; give a dict such as {{"length": lengths}}.'
-        )
-    for name, given in (("inputs", order.inputs), ("collate", order.collate)):
-        if given is not None and not callable(given):
-            raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
-
-
 def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
     """Refuse settings that cannot work, alone or with this plan."""
     if order.on_nan not in ("stop", "skip"):
@@ -252,6 +247,15 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(f"accumulate={order.accumulate}; it must be at least 1.")
     if order.loader_workers < 0:
         raise ConfigError(f"loader_workers={order.loader_workers}; it must be at least 0.")
+    if _apart(plan) and (order.batchnorm == "sync" or is_stream(order.data)):
+        what = (
+            "batchnorm='sync' needs all workers at once"
+            if order.batchnorm == "sync"
+            else "a stream cannot go back"
+        )
+        raise ConfigError(
+            f"{what}, and under {plan} each works on parts that servers hand out; leave it out, or use ddp."
+        )
     if order.batchnorm == "sync" and mesh.stages.size > 1:
         raise ConfigError(
             f"batchnorm='sync' under {plan}: the micro-batches of a pipeline run one after the other and cannot be "

@@ -29,7 +29,6 @@ from shoal.plan.check import check_text
 from shoal.tensor import describe_cuts, find_cuts
 from shoal.train import precision
 from shoal.train.build import (
-    check_kinds,
     check_numbers,
     find_in_model,
     make_feed,
@@ -39,7 +38,7 @@ from shoal.train.build import (
 from shoal.train.clip import make_clip
 from shoal.train.divide import Trial
 from shoal.train.model import make_model
-from shoal.train.order import Order
+from shoal.train.order import Order, check_kinds
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 from shoal.world.world import World

@@ -178,6 +178,8 @@ class Run:
 
     def save(self, name: str) -> None:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
+        if self._parts.exchange.apart and self.world.rank > 0:
+            return  # what the servers hold is one state, and one worker writes it
         path = Path(name)
         elsewhere = len(path.parts) > 1 and not self._rehearsal
         self._checkpoints.save(path.name, self._progress, path.parent if elsewhere else None)

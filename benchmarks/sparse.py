@@ -1,0 +1,198 @@
+"""A table of 10⁷ rows of 64 numbers on two servers: what a step sends, takes and needs.
+
+    scripts/bench sparse                about two minutes on two cores
+    scripts/bench sparse --rows 1000000
+
+Ids follow Zipf's law (s = 1.1), 4096 of them a step. Bytes are those of the worker's sockets in both directions,
+heartbeats, headers and the dense layer included; what stands beside them as ideal is every row that the batch has,
+once there and once back, each with its id, and nothing else. A dense table would move all of it twice.
+
+    empty    rows take memory when they get their first gradient
+    full     every row is there when training begins
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attended import Attended
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.exchange.base import RowPiece
+from shoal.exchange.ps import Ps
+from shoal.train.build import build
+from shoal.train.order import Order
+from shoal.train.step import run_step
+from shoal.world.world import World
+
+DIM = 64
+IDS = 4096
+A_SAMPLE = 16
+MOST, LEAST = 1.2, 100.0
+"""Bytes a step: so many times the ideal at most, and so many times less than a dense table at least."""
+MANY = 10**6
+"""More steps than anybody makes."""
+
+
+class Clicks(nn.Module):
+    """A table and a layer behind it."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.items = shoal.SparseEmbedding(rows, DIM)
+        self.out = nn.Linear(DIM, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.items(ids).mean(1))
+        return out
+
+
+def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return ((output.squeeze(1) - batch[1]) ** 2).sum(), len(output)
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def zipf(rows: int, count: int, power: float = 1.1) -> torch.Tensor:
+    """So many ids, the k-th of them with a frequency like k to the minus `power`."""
+    heap = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -power)
+    drawn = np.random.default_rng(0).random(count) * heap[-1]
+    return torch.from_numpy(np.minimum(np.searchsorted(heap, drawn), rows - 1))
+
+
+def all_rows(rows: int, at_once: int = 1 << 15) -> Iterator[RowPiece]:
+    """Every row of the table, as a checkpoint would bring it."""
+    for start in range(0, rows, at_once):
+        ids = torch.arange(start, min(start + at_once, rows)).unsqueeze(1)
+        count = len(ids)
+        step = torch.ones(count, 1, dtype=torch.int32)
+        yield (
+            "items",
+            {
+                "id": ids,
+                "clock": torch.zeros_like(ids),
+                "step": step,
+                "values": torch.full((count, DIM), 0.01),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of all steps that count."""
+
+    seconds: list[float]
+    sent: list[int]
+    received: list[int]
+    unique: list[int]
+    loading: float
+    memory: list[int]
+    """Bytes of each server."""
+    held: int
+    """Rows that take memory."""
+
+
+def measure(rows: int, steps: int, full: bool) -> Measured:
+    warm = 5
+    ids = zipf(rows, (steps + warm) * IDS).view(-1, A_SAMPLE)
+    with Attended(2) as servers:
+        order = Order(
+            model=lambda: Clicks(rows),
+            loss=loss,
+            optimizer=sgd,
+            data=TensorDataset(ids, torch.zeros(len(ids))),  # type: ignore[arg-type]
+            global_batch=IDS // A_SAMPLE,
+            strategy=f"ps(bsp, servers=2, replicas=1, {servers.options})",
+            shuffle=False,
+        )
+        parts = build(order, World.alone(), record="")[1]
+        exchange = parts.exchange
+        assert isinstance(exchange, Ps)
+        wire, began = exchange.link._post.wire, time.perf_counter()
+        if full:
+            exchange.load_rows(0, all_rows(rows))
+        loading = time.perf_counter() - began
+        seconds, sent, received, unique = list[float](), list[int](), list[int](), list[int]()
+        for number in range(steps + warm):
+            before = wire.sent_bytes + exchange.link._post.shared_bytes, wire.received_bytes
+            began = time.perf_counter()
+            assert exchange.claim(number, MANY) == number
+            run_step(parts, number)
+            if number >= warm:
+                seconds.append(time.perf_counter() - began)
+                sent.append(wire.sent_bytes + exchange.link._post.shared_bytes - before[0])
+                received.append(wire.received_bytes - before[1])
+                mine = ids[number * (IDS // A_SAMPLE) : (number + 1) * (IDS // A_SAMPLE)]
+                unique.append(len(torch.unique(mine)))
+        memory = [_memory(pid) for pid in servers.pids[1:]]
+        held = sum(int(fact["rows"]) for fact in exchange._tables.facts())
+        exchange.close()
+    return Measured(seconds, sent, received, unique, loading, memory, held)
+
+
+def _memory(pid: int) -> int:
+    """What a process has in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
+
+
+def report(title: str, rows: int, found: Measured) -> int:
+    """Print it beside its goals; how many are missed."""
+    row = 8 + DIM * 4
+    bytes_ = statistics.mean(a + b for a, b in zip(found.sent, found.received, strict=True))
+    ideal = statistics.mean(2 * row * unique for unique in found.unique)
+    dense = 2 * rows * DIM * 4
+    seconds, unique_ids = statistics.median(found.seconds), statistics.mean(found.unique)
+    print(f"\n{title}: {rows:.0e} rows × {DIM}, {IDS} ids a step, {unique_ids:.0f} of them unique")
+    if found.loading > 1:
+        print(f"  loaded in {found.loading:.1f} s, {rows / found.loading:,.0f} rows/s")
+    low, _, high = statistics.quantiles(found.seconds, n=4)
+    print(f"  {seconds * 1e3:.1f} ms a step ({low * 1e3:.1f}..{high * 1e3:.1f})", end=", ")
+    print(f"{unique_ids / seconds:,.0f} rows/s fetched and updated")
+    print(
+        f"  sent {statistics.mean(found.sent) / 1e3:.0f} kB, received {statistics.mean(found.received) / 1e3:.0f} kB"
+    )
+    memory = " and ".join(f"{size / 2**30:.2f}" for size in found.memory)
+    print(
+        f"  servers take {memory} GiB for {found.held:,} rows ({found.held * DIM * 4 / 2**30:.2f} GiB of values)"
+    )
+    missed = 0
+    for what, value, goal, good in (
+        ("bytes / ideal", bytes_ / ideal, f"at most {MOST:g}", bytes_ / ideal <= MOST),
+        ("dense / bytes", dense / bytes_, f"at least {LEAST:g}", dense / bytes_ >= LEAST),
+    ):
+        print(f"  {'ok    ' if good else 'missed'} {what} = {value:.3f} (goal: {goal})")
+        missed += not good
+    assert math.isfinite(bytes_)
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=10**7)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    missed = report("empty", args.rows, measure(args.rows, args.steps, full=False))
+    missed += report("full", args.rows, measure(args.rows, args.steps, full=True))
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
