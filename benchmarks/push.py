@@ -198,6 +198,10 @@ def lead(places: dict[str, Place], jobs: dict[str, list[int]], turns: int) -> di
         assert torch.allclose(found, gradient * -RATE * (turns + 2), rtol=1e-3, atol=1e-5), name
     for pushed in ours.values():
         pushed.link.close()
+    if RAY in makers:
+        import ray
+
+        ray.shutdown()
     return seen
 
 

@@ -9,6 +9,9 @@ once there and once back, each with its id, and nothing else. A dense table woul
 
     empty    rows take memory when they get their first gradient
     full     every row is there when training begins
+
+Half of the steps, ten in a row, fetch rows when they need them; the others ask for them while the step before is
+computed, as SparseEmbedding does that is told where a batch has its ids.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.exchange.base import RowPiece
 from shoal.exchange.ps import Ps
+from shoal.exchange.rowtables import RowPiece
 from shoal.train.build import build
 from shoal.train.order import Order
 from shoal.train.step import run_step
@@ -42,6 +45,7 @@ IDS = 4096
 A_SAMPLE = 16
 MOST, LEAST = 1.2, 100.0
 """Bytes a step: so many times the ideal at most, and so many times less than a dense table at least."""
+TURN = 10
 MANY = 10**6
 """More steps than anybody makes."""
 
@@ -96,6 +100,9 @@ class Measured:
     """Of all steps that count."""
 
     seconds: list[float]
+    """Of steps that fetch rows when they need them."""
+    ahead: list[float]
+    """Of steps whose rows were asked for ahead."""
     sent: list[int]
     received: list[int]
     unique: list[int]
@@ -107,7 +114,7 @@ class Measured:
 
 
 def measure(rows: int, steps: int, full: bool) -> Measured:
-    warm = 5
+    warm = TURN
     ids = zipf(rows, (steps + warm) * IDS).view(-1, A_SAMPLE)
     with Attended(2) as servers:
         order = Order(
@@ -124,24 +131,29 @@ def measure(rows: int, steps: int, full: bool) -> Measured:
         assert isinstance(exchange, Ps)
         wire, began = exchange.link._post.wire, time.perf_counter()
         if full:
-            exchange.load_rows(0, all_rows(rows))
+            exchange.tables.load(0, all_rows(rows))
         loading = time.perf_counter() - began
-        seconds, sent, received, unique = list[float](), list[int](), list[int](), list[int]()
+        seconds: tuple[list[float], list[float]] = ([], [])
+        sent, received, unique = list[int](), list[int](), list[int]()
+        items = parts.model.get_submodule("items")
+        assert isinstance(items, shoal.SparseEmbedding)
         for number in range(steps + warm):
             before = wire.sent_bytes + exchange.link._post.shared_bytes, wire.received_bytes
-            began = time.perf_counter()
+            began, ahead = time.perf_counter(), number // TURN % 2
+            items.ids = (lambda batch: batch[0]) if ahead else None
             assert exchange.claim(number, MANY) == number
             run_step(parts, number)
             if number >= warm:
-                seconds.append(time.perf_counter() - began)
+                if number % TURN:  # the first of its kind had no step before it to ask in
+                    seconds[ahead].append(time.perf_counter() - began)
                 sent.append(wire.sent_bytes + exchange.link._post.shared_bytes - before[0])
                 received.append(wire.received_bytes - before[1])
                 mine = ids[number * (IDS // A_SAMPLE) : (number + 1) * (IDS // A_SAMPLE)]
                 unique.append(len(torch.unique(mine)))
         memory = [_memory(pid) for pid in servers.pids[1:]]
-        held = sum(int(fact["rows"]) for fact in exchange._tables.facts())
+        held = sum(int(fact["rows"]) for fact in exchange.tables.facts())
         exchange.close()
-    return Measured(seconds, sent, received, unique, loading, memory, held)
+    return Measured(*seconds, sent, received, unique, loading, memory, held)
 
 
 def _memory(pid: int) -> int:
@@ -163,6 +175,8 @@ def report(title: str, rows: int, found: Measured) -> int:
     low, _, high = statistics.quantiles(found.seconds, n=4)
     print(f"  {seconds * 1e3:.1f} ms a step ({low * 1e3:.1f}..{high * 1e3:.1f})", end=", ")
     print(f"{unique_ids / seconds:,.0f} rows/s fetched and updated")
+    low, middle, high = (value * 1e3 for value in statistics.quantiles(found.ahead, n=4))
+    print(f"  {middle:.1f} ms ({low:.1f}..{high:.1f}) where rows are asked for ahead")
     print(
         f"  sent {statistics.mean(found.sent) / 1e3:.0f} kB, received {statistics.mean(found.received) / 1e3:.0f} kB"
     )

@@ -2,13 +2,13 @@
 
     scripts/bench server stragglers
 
-Four workers train a small classifier on noisy labels. A part of a step is a sleep of 20 ms, so that cores are no
-matter, and the real gradient. Two kinds of trouble:
+Four workers train a small classifier on noisy labels. A part of a step is a sleep of 40 ms, so that the 5 ms of
+work that a part is for all processes together hardly matter, and the real gradient. Two kinds of trouble:
 
     now and then      each part takes four times as long with probability 1/4, as the worker's own seed says. With bsp a
-                      step takes as long as its slowest part, 61 ms on average; spread out evenly it is 35 ms: 1.75.
-    for good          one worker always takes four times as long: 80 ms a step with bsp. With asp the others take over
-                      its parts, 24.6 ms a step: 3.25.
+                      step takes as long as its slowest part, 122 ms on average; spread out evenly it is 70 ms: 1.75.
+    for good          one worker always takes four times as long: 160 ms a step with bsp. With asp the others take over
+                      its parts, 49 ms a step: 3.25.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.train.step import run_step
 from shoal.world.world import World
 
 WORKERS, BATCH, SAMPLES = 4, 128, 8192
-PAUSE, SLOWER, CHANCE = 0.02, 4, 0.25
+PAUSE, SLOWER, CHANCE = 0.04, 4, 0.25
 FEATURES, CLASSES = 16, 8
 SAME_LOSS = 0.01
 
@@ -51,8 +51,8 @@ class Trouble:
 
 
 TROUBLES = [
-    Trouble("now and then", True, 150, "ssp=4", 1.5),
-    Trouble("for good", False, 100, "asp", 2.5),
+    Trouble("now and then", True, 100, "ssp=4", 1.5),
+    Trouble("for good", False, 60, "asp", 2.5),
 ]
 
 

@@ -6,8 +6,8 @@ batch, computes with a copy, and afterwards hands over the gradient of that copy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -45,7 +45,18 @@ class SparseEmbedding(nn.Module):
     ([7, 9], [[3.0, 3.0], [1.0, 1.0]])
     """
 
-    def __init__(self, rows: int, dim: int, std: float = 0.02, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        std: float = 0.02,
+        capacity: int = 0,
+        ids: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:
+        """`ids`: batch -> the ids that this module will be given for it, as `lambda batch: batch[0]`.
+
+        With it, rows of the next batch are fetched while this one is computed. What it leaves out is fetched later.
+        """
         super().__init__()
         if rows < 1 or dim < 1 or std < 0 or capacity < 0:
             raise ConfigError(
@@ -53,6 +64,7 @@ class SparseEmbedding(nn.Module):
                 "1 or more, std and capacity 0 or more."
             )
         self.rows, self.dim, self.std, self.capacity = rows, dim, std, capacity
+        self.ids = ids
         self.dtype = torch.get_default_dtype()
         """Of the rows as the model sees them."""
         self.source: RowSource | None = None
@@ -81,6 +93,15 @@ class SparseEmbedding(nn.Module):
             leaf = leaf.requires_grad_()
             self._touched.append((wanted, leaf))
         return functional.embedding(inverse, leaf)
+
+    def foreseen(self, batches: Iterable[Any]) -> torch.Tensor | None:
+        """The ids that batches will ask for, as a source wants them; None where that is not known."""
+        if self.ids is None:
+            return None
+        found = [self._checked(self.ids(batch)).reshape(-1) for batch in batches if batch is not None]
+        together = torch.cat([torch.empty(0, dtype=torch.int64), *(ids.cpu().long() for ids in found)])
+        unique: torch.Tensor = torch.unique(together)
+        return unique
 
     def take_touched(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The ids used since the last call and the gradient of their rows, on the CPU; forgets them.

@@ -17,6 +17,8 @@ from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
 from shoal.exchange.base import Exchange
+from shoal.exchange.rowlines import Beside
+from shoal.exchange.tables import Tables
 from shoal.testing.parity import Trace, largest_difference
 from shoal.testing.spawn import spawn
 from shoal.train.build import build
@@ -30,9 +32,9 @@ ROWS = 40
 class Words(nn.Module):
     """Two tables, one of them used twice, and ids that come again within a sample."""
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, ids: Callable[[Any], torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.words = SparseEmbedding(ROWS, 4, std=0.5, capacity=capacity)
+        self.words = SparseEmbedding(ROWS, 4, std=0.5, capacity=capacity, ids=ids)
         self.inner = nn.ModuleDict({"tags": SparseEmbedding(7, 3, std=0.5)})
         self.head = nn.Linear(11, 3)
 
@@ -112,7 +114,7 @@ class Result:
 def all_rows(exchange: Exchange) -> dict[str, torch.Tensor]:
     """Every column of every table, whole."""
     found: dict[str, list[torch.Tensor]] = {}
-    for name, columns in exchange.rows():
+    for name, columns in exchange.tables.pieces():
         for column, tensor in columns.items():
             found.setdefault(f"{name}/{column}", []).append(tensor)
     return {path: torch.cat(pieces) for path, pieces in found.items()}
@@ -180,9 +182,93 @@ def test_one_process_computes_what_an_embedding_does() -> None:
         assert abs(run_step(parts, number).loss - run_step(wanted, number).loss) < 1e-12
 
 
+def some_ids(batch: Any) -> torch.Tensor:
+    """Where a batch has most of its ids."""
+    ids: torch.Tensor = batch[0][:, :4]
+    return ids
+
+
+def count_asked(exchange: Exchange) -> list[int]:
+    """How many rows forward passes have to wait for, one number a table and pass."""
+    tables = exchange.tables
+    assert isinstance(tables, Tables)
+    asked, fetch = list[int](), tables._ask
+
+    def count(name: str, ids: torch.Tensor, applied: int | None) -> Any:
+        asked.append(0 if applied is not None and applied > (tables.applied or 0) else len(ids))
+        return fetch(name, ids, applied)
+
+    tables._ask = count  # type: ignore[method-assign]
+    return asked
+
+
+def run_ahead(world: World, ahead: bool) -> tuple[Result, int]:
+    """With claims as a run makes them: the end is known, so the next step is foreseen."""
+    model = partial(Words, ids=some_ids if ahead else None)
+    parts = build(replace(order("ps(bucket_mb=0.002)", model), accumulate=2), world, record="")[1]
+    asked = count_asked(parts.exchange)
+    try:
+        losses = []
+        while (number := parts.exchange.claim(0, 8)) is not None:
+            losses.append(run_step(parts, number).loss)
+        trace = Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+        return Result(trace, all_rows(parts.exchange)), sum(asked)
+    finally:
+        parts.exchange.close()
+
+
+def run_both(world: World) -> list[tuple[Result, int]]:
+    return [run_ahead(world, ahead) for ahead in (False, True)]
+
+
+def test_rows_fetched_ahead_are_the_same_bit_for_bit() -> None:
+    for (plain, waited), (ahead, waited_less) in spawn(run_both, 2):
+        assert waited_less < 0.7 * waited
+        assert ahead.trace.losses == plain.trace.losses
+        assert all(torch.equal(ahead.rows[path], value) for path, value in plain.rows.items())
+        assert all(torch.equal(ahead.trace.parameters[n], v) for n, v in plain.trace.parameters.items())
+
+
+class Alone:
+    """The turn of a worker under asp."""
+
+    together = False
+
+    def foresees(self, step: int) -> bool:
+        return step > 0
+
+
+def test_a_worker_sees_its_own_updates_whatever_was_fetched_before() -> None:
+    model = Words(ids=some_ids)
+    tables = Tables(model, adagrad(list(model.parameters())), seed=0, shards=2, first=0)
+    tables.connect(Beside(tables.shards), Alone())  # type: ignore[arg-type]
+    tables.begin(0)
+    now, coming = torch.tensor([[1, 2, 3, 3]]), torch.tensor([[2, 3, 4, 5]])
+    tables.enter(0)
+    model.words(now).sum().backward()  # it uses what `ids` names
+    model.words(torch.tensor([4])).sum().backward()  # and something else
+    assert tables.foresees(1)
+    tables.foresee(1, [(now,)], [(coming,), None])
+    tables.take(counts=True)
+    tables.stage((0, 0))
+    settings = [{"lr": 0.1}]
+    tables.send("apply", 0, {"parts": [[0, 1]], "factor": 1.0, "limit": None, "settings": settings})
+    tables.settle()
+    tables.leave()
+    tables.enter(1)
+    known, ids = tables._known["words"], torch.tensor([1, 2, 3, 4, 5])
+    assert known.asked.ids[known.fresh].tolist() == [5]
+    rows = tables.fetch("words", ids)
+    tables.leave()
+    assert torch.equal(rows, tables.fetch("words", ids))
+    tables.enter(3)
+    assert not tables._known
+
+
 def losses_of(world: World, strategy: str) -> list[float]:
     """Two tables must learn to tell apart what the head alone cannot."""
-    parts = build(replace(order(strategy), optimizer=adagrad, global_batch=26), world, record="")[1]
+    asked = order(strategy, partial(Words, ids=some_ids))
+    parts = build(replace(asked, optimizer=adagrad, global_batch=26), world, record="")[1]
     exchange, losses = parts.exchange, []
     try:
         while (number := exchange.claim(0, 60)) is not None:

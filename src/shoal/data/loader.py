@@ -58,9 +58,19 @@ class Loader:
         self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
         self._expected = -1
+        self._peeked: tuple[int, Portion] | None = None
+
+    def peek(self, step: int) -> Portion:
+        """This worker's own portion of a step to come; `take` hands it out without preparing it again."""
+        if self._peeked is None or self._peeked[0] != step:
+            self._peeked = (step, self.take(step))
+        return self._peeked[1]
 
     def take(self, step: int, part: int | None = None) -> Portion:
         """This worker's portion of step `step`, counted from 0; or another's, or nobody's (-1)."""
+        if self._peeked is not None and self._peeked[0] == step and part in (None, self.feed.rank):
+            found, self._peeked = self._peeked[1], None
+            return found
         epoch, samples, ids, counts = self._picks.of(step, part)
         own = part is None or part == self.feed.rank
         first = self.feed.first if part is None else max(part, 0) * self.feed.accumulate
@@ -81,7 +91,7 @@ class Loader:
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
         """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
-        self._ahead = None
+        self._ahead = self._peeked = None
         return self._picks.go_on(step, Cursor.from_state(state))
 
     def steps_until(self, epochs: float) -> int | None:

@@ -63,6 +63,16 @@ class Arrivals:
     def used_name(self, name: str) -> bool:
         return self.used[self._index[name]]
 
+    @property
+    def bits(self) -> str:
+        """`used` as a hexadecimal number, the first parameter its lowest bit."""
+        return f"{sum(1 << index for index, flag in enumerate(self.used) if flag):x}"
+
+    @bits.setter
+    def bits(self, text: str) -> None:
+        number = int(text, 16)
+        self.used = [bool(number >> index & 1) for index in range(len(self.used))]
+
     def open_step(self) -> None:
         self.used = [False] * len(self.used)
         self._filled = [False] * len(self.used)

@@ -22,7 +22,7 @@ collective: every rank calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,14 +31,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.exchange.local import local
+from shoal.exchange.rowtables import RowTables
 from shoal.optimizer import MakeOptimizer
 from shoal.types import Memory, Promise
 from shoal.world.world import World
 
 State = dict[str, dict[str, torch.Tensor]]
 """Optimizer state by parameter name, then by the optimizer's own key."""
-RowPiece = tuple[str, dict[str, torch.Tensor]]
-"""Some rows of a SparseEmbedding: its name, and by name what a row has, [n, width] each: ids, values, state."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,8 @@ class Setup:
     """The names of the whole model's blocks; some of them may be in other stages."""
     root: nn.Module | None = None
     """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    peers: World | None = None
+    """The same workers as `world`, joined by a group; None where they are not."""
     order: Sequence[str] = ()
     """Parameters in the order their gradients will become ready, where that is known before the first step."""
     recorded: bool = False
@@ -126,6 +127,8 @@ class Exchange(ABC):
     """What a worker that comes later must know to go on from here; a plain value."""
     told: Any = None
     """The memo of those who were here before, where one has come later."""
+    tables: RowTables = RowTables()
+    """Every SparseEmbedding whose rows are kept."""
     module: nn.Module
     """The model whose parameters are exchanged."""
     optimizer: torch.optim.Optimizer
@@ -194,6 +197,10 @@ class Exchange(ABC):
         """Before a checkpoint: bring here what is kept elsewhere."""
         return
 
+    def servers(self) -> dict[str, Any]:
+        """How the servers are doing, where there are any: plain values, for the event log."""
+        return {}
+
     def close(self) -> None:
         """The run is over."""
         return
@@ -233,17 +240,6 @@ class Exchange(ABC):
 
     @abstractmethod
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None: ...
-
-    tables: Sequence[str] = ()
-    """The names of every SparseEmbedding whose rows are kept."""
-
-    def rows(self) -> Iterator[RowPiece]:
-        """Those rows, piece by piece, for a checkpoint; each table's by ascending ids."""
-        return iter(())
-
-    def load_rows(self, step: int, pieces: Iterable[RowPiece]) -> None:
-        """Take over rows of a checkpoint, before `start` at that step."""
-        del step, pieces
 
     @classmethod
     @abstractmethod

@@ -15,20 +15,20 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import BucketOptions, RowPiece, Setup, State, Tally, detached, sum_of_squares
+from shoal.exchange.base import BucketOptions, Setup, State, Tally, detached, sum_of_squares
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.outgoing import Outgoing, Sent
 from shoal.exchange.ps_options import PsOptions
 from shoal.exchange.rowlines import ToServers
 from shoal.exchange.served import Served
-from shoal.exchange.shards import cut_shards
+from shoal.exchange.shards import cut_shards, sum_of_slices
 from shoal.exchange.tables import Tables
 from shoal.exchange.turn import Turn
 from shoal.server.description import describe, settings_of
@@ -53,6 +53,7 @@ class Ps(FlatExchange):
     whole_updates = True
     apart = True
     keeps_rows = True
+    tables: Tables
 
     def __init__(self, setup: Setup, options: PsOptions) -> None:
         if setup.model_world.size > 1:
@@ -74,7 +75,7 @@ class Ps(FlatExchange):
 
     def _connect(self, seed: int) -> None:
         options, who = self._options, self._who
-        tables = Tables(self.module, self.given, seed, options.servers, 1 + len(self.shards))
+        tables = self.tables = Tables(self.module, self.given, seed, options.servers, 1 + len(self.shards))
         tables.check_aggregate(options.aggregate)
         me = new_id()
         self._servers = find_servers(who, me, options.servers, options.at, options.keys)
@@ -85,8 +86,7 @@ class Ps(FlatExchange):
         self._work = Work(self.link.client, who.rank, range(1, len(sizes)))
         self._turn = Turn(self.link, self._work, who.size, options)
         self._served = Served(self.link, self.shards, self.vectors)
-        self._tables, self.tables = tables, tables.names
-        tables.connect(ToServers(self.link, self._work))
+        tables.connect(ToServers(self.link, self._work), self._turn)
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         joined = self.link.run(self._work.join(model + tables.signature()))
         self.begins = who.rank == 0 and not joined["ready"]
@@ -136,7 +136,7 @@ class Ps(FlatExchange):
             how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
             self._served.give(groups, self._description, how, step)
             self._served.give_state(self.optimizer, self.trained, step)
-            self._tables.begin(step)
+            self.tables.begin(step)
             self.link.run(self._work.begin(step, memo))
         else:
             self.link.run(self._work.wait_ready())
@@ -166,17 +166,17 @@ class Ps(FlatExchange):
             self._served.fetch(turn.step if turn.together else 0)
             self._fresh = turn.step
         self._micro, self._norm = 0, None
-        self._tables.applied = turn.step if turn.together else None
+        self.tables.enter(turn.step)
         super().begin()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         super().backward(loss, weight, last)
-        self._tables.take(counts=weight != 0.0)
+        self.tables.take(counts=weight != 0.0)
 
     def next_part(self, tally: Tally, foreseen: float) -> int:
-        self._tables.stage((self._turn.step, self._turn.part))
+        self.tables.stage((self._turn.step, self._turn.part))
         self._arrivals.wait()
-        if self._turn.done(tally, foreseen, self._used_bits()):
+        if self._turn.done(tally, foreseen, self._arrivals.bits):
             self._micro = 0
             self._arrivals.open_step()
         self.saves = self._turn.had_first
@@ -186,26 +186,24 @@ class Ps(FlatExchange):
         turn = self._turn
         if not turn.together or turn.over:  # over: the others have gone on, and there is nothing to add
             return tally
-        bits = int(turn.tally["used"], 16)
-        self._arrivals.used = [bool(bits >> index & 1) for index in range(len(self._arrivals.used))]
+        self._arrivals.bits = turn.tally["used"]
         return Tally(float(turn.tally["total"]), float(turn.tally["count"]))
 
     def norm(self) -> float:
         turn = self._turn
         if not turn.together or turn.over:
-            return float((sum_of_squares(self._gradients) + self._tables.own_squares()) ** 0.5)
+            return self._own_norm()
         found = self._served.squares(turn.step, turn.tally["parts"], self._who.size)
-        others = self._tables.squares(turn.step, turn.tally["parts"])
+        others = self.tables.squares(turn.step, turn.tally["parts"])
         known = [value["norm"] for value in [*found, *others] if isinstance(value, dict)]
-        if known:  # another worker was first, and the update is made: all go by its number, if it is remembered
-            self._norm = known[0]
-            return float(sum_of_squares(self._gradients) ** 0.5) if known[0] is None else float(known[0])
-        rows = [0.0] * self._who.size
-        for shard, values in zip(self.shards, found, strict=True):
-            for rank, value in enumerate(values):
-                rows[rank] += shard.bucket.share * value
-        self._norm = float((sum(rows) + sum(value for (value,) in others)) ** 0.5)
+        if known:  # another worker was first, and the update is made: all go by its number, if it is known
+            self._norm = next((norm for norm in known if norm is not None), None)
+            return self._own_norm() if self._norm is None else float(self._norm)
+        self._norm = float((sum_of_slices(self.shards, found) + sum(n for (n,) in others)) ** 0.5)
         return self._norm
+
+    def _own_norm(self) -> float:
+        return float((sum_of_squares(self._gradients) + self.tables.own_squares()) ** 0.5)
 
     def update(self, factor: float, limit: float | None) -> None:
         turn = self._turn
@@ -222,9 +220,9 @@ class Ps(FlatExchange):
             }
             used = {name for name in self.trained if self._arrivals.used_name(name)}
             fresh = turn.step + 1 if turn.together else None
-            self._tables.send("apply", turn.step, args)
+            self.tables.send("apply", turn.step, args)
             self._served.apply(turn.step, args, used, fresh)
-            self._tables.settle()
+            self.tables.settle()
             self._fresh = -1 if fresh is None else fresh
         self._close_step()
 
@@ -237,8 +235,8 @@ class Ps(FlatExchange):
         self._close_step()
 
     def _close_step(self) -> None:
-        self._tables.applied = None
-        self._turn.close(self._used_bits())
+        self.tables.leave()
+        self._turn.close(self._arrivals.bits)
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent
@@ -273,15 +271,20 @@ class Ps(FlatExchange):
         for name, entries in state.items():
             self.optimizer.state[self.trained[name]] = detached(entries)
 
-    def rows(self) -> Iterator[RowPiece]:
-        return self._tables.pieces()
-
-    def load_rows(self, step: int, pieces: Iterable[RowPiece]) -> None:
-        self._tables.load(step, pieces)
-
     def status(self) -> dict[str, Any]:
         """What the ledger says of the work."""
         return self._served.status(LEDGER)
+
+    def servers(self) -> dict[str, Any]:
+        status, news = self.status(), self.link.news
+        return {
+            "staleness": {str(ahead): count for ahead, count in status["staleness"]},
+            "queue": status["claimed"],
+            "workers": status["workers"],
+            "busy": news.get("busy", []),
+            "whole": news.get("whole", False),
+            "bytes_sent": self.link.bytes_sent,
+        }
 
     def close(self) -> None:
         self.link.close()
@@ -295,6 +298,3 @@ class Ps(FlatExchange):
         del workers, state_per_parameter
         each = parameters * itemsize
         return Memory(each, each, 0.0)
-
-    def _used_bits(self) -> str:
-        return f"{sum(1 << index for index, flag in enumerate(self._arrivals.used) if flag):x}"

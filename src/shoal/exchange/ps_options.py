@@ -22,6 +22,8 @@ class PsOptions:
     aggregate: str = "weighted"
     backup: int = 0
     """Under bsp: so many parts of a step need not be waited for."""
+    tier: str = "worker"
+    """"host": the workers of a host sum in shared memory and are one worker of the servers."""
     patience: float = 60.0
     """Seconds that a worker may take for a part before others get it."""
     at: str = ""

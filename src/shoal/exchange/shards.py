@@ -52,3 +52,12 @@ def cut_shards(buckets: Sequence[Bucket], capacity: int, first: int = 1) -> list
             stop = min(start + width, bucket.size)
             shards.append(Shard(first + len(shards), bucket, start, stop, pieces_of(bucket, start, stop)))
     return shards
+
+
+def sum_of_slices(shards: Sequence[Shard], found: Sequence[Sequence[float]]) -> float:
+    """What shards say of each slice of their buckets, added up slice by slice: as workers that own slices would."""
+    slices = [0.0] * len(found[0])
+    for shard, values in zip(shards, found, strict=True):
+        for rank, value in enumerate(values):
+            slices[rank] += shard.bucket.share * value
+    return sum(slices)

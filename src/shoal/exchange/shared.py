@@ -19,6 +19,7 @@ from shoal.exchange.flat import FlatExchange
 from shoal.exchange.slices import SliceSums
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket
+from shoal.world.hosts import ranks_by_host
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion
 from shoal.world.shm import SharedMemoryGroup
 from shoal.world.world import DONE, Handle, World
@@ -33,7 +34,7 @@ class Shared(FlatExchange):
     def __init__(self, setup: Setup, options: BucketOptions) -> None:
         if setup.world.device.type != "cpu":
             raise ConfigError("shared keeps the model in host memory; on cards use ddp, zero1 or zero2.")
-        hosts = _ranks_by_host(setup.world)
+        hosts = ranks_by_host(setup.world, "shared")
         self._across = setup.world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
         super().__init__(setup, options, owners=setup.world.cut(hosts))
 
@@ -117,16 +118,3 @@ class _Then:
     def wait(self) -> None:
         self._first.wait()
         self._second.wait()
-
-
-def _ranks_by_host(world: World) -> list[list[int]]:
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(world.hosts):
-        by_host.setdefault(host, []).append(rank)
-    counts = sorted({len(ranks) for ranks in by_host.values()})
-    if len(counts) > 1:
-        raise ConfigError(
-            f"shared needs as many workers on every host, but hosts have {counts[0]} to {counts[-1]}; "
-            "use equal --workers, or ddp."
-        )
-    return list(by_host.values())

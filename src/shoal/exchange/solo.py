@@ -5,7 +5,7 @@ When to use: one worker, or to see what the others must compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -13,7 +13,6 @@ from shoal.exchange.base import (
     Exchange,
     Held,
     NoOptions,
-    RowPiece,
     Setup,
     State,
     Tally,
@@ -47,10 +46,10 @@ class Solo(Exchange):
         sparse = any(getattr(module, "sparse", False) for module in setup.model.modules())
         self._densify = sparse and type(made) in ELEMENTWISE
         self.optimizer = move_optimizer(made, groups, {name: [p] for name, p in self._parameters.items()})
-        self._tables, self._step = Tables(setup.model, made, setup.seed, shards=1, first=0), 0
-        self._tables.connect(Beside(self._tables.shards))
-        self._tables.begin(0)
-        self.tables = self._tables.names
+        self.tables: Tables = Tables(setup.model, made, setup.seed, shards=1, first=0)
+        self.tables.connect(Beside(self.tables.shards))
+        self.tables.begin(0)
+        self._step = 0
 
     order: tuple[str, ...] = ()
 
@@ -67,7 +66,7 @@ class Solo(Exchange):
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         del last
         back_propagate(loss, weight)
-        self._tables.take(counts=weight != 0.0)
+        self.tables.take(counts=weight != 0.0)
 
     def collect(self) -> None:
         pass  # gradients stay where autograd puts them
@@ -77,21 +76,21 @@ class Solo(Exchange):
             for p in self._parameters.values():
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
-        self._tables.stage((self._step, 0))
+        self.tables.stage((self._step, 0))
         return tally
 
     def norm(self) -> float:
-        return float((sum_of_squares(self._held()) + self._tables.own_squares()) ** 0.5)
+        return float((sum_of_squares(self._held()) + self.tables.own_squares()) ** 0.5)
 
     def update(self, factor: float, limit: float | None) -> None:
-        if self._tables:
+        if self.tables:
             args = {"factor": factor, "limit": limit, "settings": settings_of(self.optimizer)}
-            self._tables.send("apply", self._step, {**args, **self._named_part()})
+            self.tables.send("apply", self._step, {**args, **self._named_part()})
         step_scaled(self.optimizer, self._held, factor, limit)
         self._forget()
 
     def drop(self) -> None:
-        self._tables.send("drop", self._step, self._named_part())
+        self.tables.send("drop", self._step, self._named_part())
         self._forget()
 
     def _named_part(self) -> dict[str, object]:
@@ -115,12 +114,6 @@ class Solo(Exchange):
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for name, entries in state.items():
             self.optimizer.state[self._parameters[name]] = detached(entries)
-
-    def rows(self) -> Iterator[RowPiece]:
-        return self._tables.pieces()
-
-    def load_rows(self, step: int, pieces: Iterable[RowPiece]) -> None:
-        self._tables.load(step, pieces)
 
     @classmethod
     def memory(

@@ -11,8 +11,7 @@ of aggregates, only weighted sums know what to do with a row that one part has a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from torch import nn, optim
 from shoal.aggregate import make_aggregate
 from shoal.embedding import SparseEmbedding, sum_rows
 from shoal.errors import ConfigError
-from shoal.exchange.base import Exchange, RowPiece, sum_of_squares
+from shoal.exchange.asked import Asked, Known
+from shoal.exchange.base import Exchange, sum_of_squares
 from shoal.exchange.rowlines import Claim, Line, Pending
-from shoal.server.description import KINDS, describe
-from shoal.server.packing import TYPES, divide, pack, pack_piece, shard_of, unpack_piece
-from shoal.server.rows import Terms
-from shoal.server.rowtable import RowTable
-from shoal.server.rowwise import RULES, RowOptimizer
+from shoal.exchange.rowtables import RowPiece, RowTables
+from shoal.exchange.table import Table, check_layout, merge, terms_of
+from shoal.exchange.turn import Turn
+from shoal.server.packing import divide, pack, pack_piece, unpack_piece
 
 _PIECE = 8 * 2**20
 """Bytes of rows that are under way at a time, from each shard or to all, when a table is saved or loaded."""
@@ -44,38 +43,7 @@ def check_rows(model: nn.Module, chosen: type[Exchange]) -> None:
         raise ConfigError(f"SparseEmbedding '{name}' keeps its rows on servers; use ps or solo.")
 
 
-@dataclass(frozen=True)
-class Table:
-    """One of them."""
-
-    module: SparseEmbedding
-    terms: Terms
-    """Of each of its shards."""
-    shards: tuple[int, ...]
-    """Their numbers."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return TYPES[self.terms.dtype]
-
-    @cached_property
-    def layout(self) -> list[tuple[str, torch.dtype, int]]:
-        """What a row has: name, type and width."""
-        state = RowOptimizer.of(self.terms.optimizer).state
-        return list(RowTable(self.terms.dim, self.dtype, state, 0).layout)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        return sum(dtype.itemsize * width for _, dtype, width in self.layout)
-
-    def places(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each shard, and which of the ids are in it."""
-        owners = torch.from_numpy(shard_of(ids.numpy(), len(self.shards)))
-        for index, shard in enumerate(self.shards):
-            yield shard, torch.nonzero(owners == index).view(-1)
-
-
-class Tables:
+class Tables(RowTables):
     """All tables of a model, as one worker uses them."""
 
     def __init__(
@@ -85,11 +53,19 @@ class Tables:
         self._tables: dict[str, Table] = {}
         for name, module in find_tables(model).items():
             numbers = tuple(range(first, first + shards))
-            self._tables[name] = Table(module, _terms(name, module, optimizer, seed, shards), numbers)
+            self._tables[name] = Table(module, terms_of(name, module, optimizer, seed, shards), numbers)
             first += shards
         self.applied: int | None = None
         """Rows are read with all steps below this one in them; None: as they are."""
+        self._coming: dict[int, dict[str, Known]] = {}
+        """By step: what has been asked for ahead."""
+        self._known: dict[str, Known] = {}
+        """Of this step."""
+        self._own: dict[str, torch.Tensor] = {}
+        """Ids that this worker has changed last."""
+        self.names = tuple(self._tables)
         self._line: Line | None = None
+        self._turn: Turn | None = None
         self._begun = False
         self._taken: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in self._tables}
         self._staged: list[torch.Tensor] = []
@@ -97,10 +73,6 @@ class Tables:
 
     def __len__(self) -> int:
         return len(self._tables)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tables)
 
     @property
     def shards(self) -> list[int]:
@@ -128,9 +100,9 @@ class Tables:
                 f"SparseEmbedding '{self.names[0]}' has them; use aggregate=weighted."
             )
 
-    def connect(self, line: Line) -> None:
-        """Bring rows to the modules from now on."""
-        self._line = line
+    def connect(self, line: Line, turn: Turn | None = None) -> None:
+        """Bring rows to the modules from now on, by the clock of a worker's turn."""
+        self._line, self._turn = line, turn
         for name, table in self._tables.items():
             table.module.source, table.module.name = self, name
 
@@ -153,19 +125,54 @@ class Tables:
 
     def fetch(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """The rows of these ids, which are unique."""
-        table = self._tables[name]
-        args = None if self.applied is None else {"applied": self.applied}
-        asked = [
+        known = self._known.get(name)
+        if known is None:
+            return self._ask(name, ids, self.applied).rows()
+        return known.rows(ids, lambda some: self._ask(name, some, self.applied).rows())
+
+    def _ask(self, name: str, ids: torch.Tensor, applied: int | None) -> Asked:
+        table, args = self._tables[name], None if applied is None else {"applied": applied}
+        parts = [
             (mine, self.line.ask(shard, "rows", args, tensor=ids.index_select(0, mine)))
             for shard, mine in table.places(ids)
             if len(mine)
         ]
-        rows = torch.empty(len(ids), table.terms.dim, dtype=table.dtype)
-        for mine, answer in asked:
-            found = answer().tensor
-            assert found is not None
-            rows.index_copy_(0, mine, found.view(len(mine), -1))
-        return rows
+        return Asked(ids, table.terms.dim, table.dtype, parts)
+
+    def foresees(self, step: int) -> bool:
+        said = any(table.module.ids is not None for table in self._tables.values())
+        return said and self._turn is not None and self._turn.foresees(step)
+
+    def foresee(self, step: int, now: Sequence[Any], coming: Sequence[Any]) -> None:
+        """Ask for the rows of the next step's batches, while this worker computes with those of `now`.
+
+        Where all parts make one update, the question waits at its server until that is made, and what comes is
+        what a later question would get. Elsewhere it is answered at once, but for ids that this worker is about to
+        change: what it has done itself, it must see.
+        """
+        self._coming[step], together = {}, self._together
+        for name, table in self._tables.items():
+            ids = table.module.foreseen(coming)
+            mine = None if together else table.module.foreseen(now)
+            if ids is not None:
+                ids = ids if mine is None else ids[~torch.isin(ids, mine)]
+                self._coming[step][name] = Known.of(self._ask(name, ids, step if together else None))
+
+    @property
+    def _together(self) -> bool:
+        return self._turn is None or self._turn.together
+
+    def enter(self, step: int) -> None:
+        """The step begins. What was asked for ahead is used now, or never."""
+        self.applied = step if self._together else None
+        self._known = self._coming.pop(step, {})
+        if not self._together:
+            self._known = {name: known.without(self._own[name]) for name, known in self._known.items()}
+        self._coming = {later: known for later, known in self._coming.items() if later > step}
+
+    def leave(self) -> None:
+        """The step is over."""
+        self.applied, self._known = None, {}
 
     def take(self, counts: bool) -> None:
         """A backward pass is over; one of a filler has nothing that counts."""
@@ -182,6 +189,7 @@ class Tables:
             nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, table.terms.dim, dtype=table.dtype)
             ids, gradient = (sum_rows(taken) or [nothing])[0]
             self._staged.append(gradient)
+            self._own[name] = ids
             for shard, mine in table.places(ids):
                 packed = pack(ids.index_select(0, mine), gradient.index_select(0, mine))
                 self.line.stage(shard, claim, packed)
@@ -213,7 +221,7 @@ class Tables:
     # Checkpoints.
 
     def pieces(self) -> Iterator[RowPiece]:
-        """All rows, piece by piece, those of a table by ascending ids wherever they are; of an empty one, no rows."""
+        """Piece by piece, those of a table by ascending ids wherever they are; of an empty one, no rows."""
         for name, table in self._tables.items():
             names = [column for column, _, _ in table.layout]
             yield name, {n: torch.empty(0, w, dtype=t) for n, t, w in table.layout}
@@ -226,7 +234,7 @@ class Tables:
         self.begin(step)
         for name, columns in pieces:
             table = self._tables[name]
-            layout = _check_layout(name, table.layout, columns)
+            layout = check_layout(name, table.layout, columns)
             value, packed = pack_piece(layout, [columns[n].to(t) for n, t, _ in layout])
             parts = divide(value, packed, len(table.shards))
             self._settle(
@@ -248,68 +256,3 @@ class Tables:
     def _settle(pending: Iterable[Pending]) -> None:
         for answer in list(pending):
             answer()
-
-
-def merge(streams: Sequence[Iterator[list[torch.Tensor]]]) -> Iterator[list[torch.Tensor]]:
-    """Streams of columns, each by ascending ids in the first column, as one such stream.
-
-    >>> one, other = iter([[torch.tensor([1, 4])], [torch.tensor([6])]]), iter([[torch.tensor([2, 9])]])
-    >>> [columns[0].tolist() for columns in merge([one, other])]
-    [[1, 2, 4], [6], [9]]
-    """
-    held = {stream: piece for stream in streams if (piece := next(stream, None)) is not None}
-    while held:
-        bound = min(int(columns[0].view(-1)[-1]) for columns in held.values())
-        ready: list[list[torch.Tensor]] = []
-        for stream, columns in list(held.items()):
-            count = int(torch.searchsorted(columns[0].view(-1), bound, right=True))
-            ready.append([column[:count] for column in columns])
-            held[stream] = [column[count:] for column in columns]
-            if not len(held[stream][0]):
-                following = next(stream, None)
-                if following is None:
-                    del held[stream]
-                else:
-                    held[stream] = following
-        joined = [torch.cat(column) for column in zip(*ready, strict=True)]
-        order = torch.argsort(joined[0].view(-1))
-        yield [column.index_select(0, order) for column in joined]
-
-
-def _terms(name: str, module: SparseEmbedding, optimizer: optim.Optimizer, seed: int, shards: int) -> Terms:
-    kind, dtype = type(optimizer), str(module.dtype).removeprefix("torch.")
-    if kind.__name__ not in RULES or KINDS.get(kind.__name__) is not kind:
-        raise ConfigError(
-            f"{kind.__name__} has no rule for single rows, which SparseEmbedding '{name}' needs; use "
-            f"{', '.join(RULES)}."
-        )
-    if dtype not in TYPES:
-        raise ConfigError(f"SparseEmbedding '{name}' is of {dtype}; rows can be {', '.join(TYPES)}.")
-    description = describe(optimizer)
-    return Terms(
-        name=name,
-        rows=module.rows,
-        dim=module.dim,
-        dtype=dtype,
-        seed=seed,
-        std=module.std,
-        optimizer={"kind": description["kind"], "groups": description["groups"][:1]},
-        capacity=max(1, module.capacity // shards) if module.capacity else 0,
-    )
-
-
-def _check_layout(
-    name: str, own: Sequence[tuple[str, torch.dtype, int]], columns: Mapping[str, torch.Tensor]
-) -> Sequence[tuple[str, torch.dtype, int]]:
-    wanted = {column: width for column, _, width in own}
-    given = {column: tensor.shape[1] for column, tensor in columns.items()}
-    if wanted != given:
-        raise ConfigError(
-            f"the rows of '{name}' were saved with {_words(given)} and have {_words(wanted)} now; use the same dim and "
-            "the same kind of optimizer, or another checkpoint folder."
-        )
-    return own
-
-
-def _words(widths: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ({width})" for name, width in widths.items())

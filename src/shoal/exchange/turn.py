@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.clock import make_clocks
+from shoal.clock.base import Clock
 from shoal.exchange.base import Tally
 from shoal.exchange.ps_options import PsOptions
 from shoal.server.link import Link
@@ -36,7 +37,17 @@ class Turn:
     @property
     def together(self) -> bool:
         """Whether all parts of the step make one update."""
-        return [clock for begin, clock in self._clocks if begin <= self.step][-1].together
+        return self._clock(self.step).together
+
+    def foresees(self, step: int) -> bool:
+        """Whether what is read now may be used in that step: the next, by the same clock, and within its bound."""
+        clock = self._clock(self.step)
+        if step != self.step + 1 or step >= self._stop or self.part < 0 or self._clock(step) is not clock:
+            return False
+        return clock.together or clock.window < 0 or self._work.floor >= step - clock.window
+
+    def _clock(self, step: int) -> Clock:
+        return [clock for begin, clock in self._clocks if begin <= step][-1]
 
     @property
     def over(self) -> bool:
@@ -47,6 +58,14 @@ class Turn:
     def holds_parts(self) -> bool:
         """Whether servers must keep the parts of a step apart until they are told which of them count."""
         return any(not clock.together for _, clock in self._clocks) or self._options.backup > 0
+
+    def state(self) -> list[Any]:
+        """All that others of a unit must know, as a plain value."""
+        return [self.step, self.part, self.had_first, self.memo, self.tally, self.share]
+
+    def adopt(self, state: list[Any]) -> None:
+        """Be where the leader of the unit is."""
+        self.step, self.part, self.had_first, self.memo, self.tally, self.share = state
 
     def claim(self, stop: int, memo: Any) -> bool:
         """Take the next part there is before step `stop`, or what is left to do in a step; False at the end."""

@@ -140,6 +140,8 @@ def _server_options_fit(plan: Plan, workers: int) -> str | None:
             f"{plan.exchange}: backup={options.backup} leaves {workers - options.backup} of {workers} workers to wait "
             "for; it takes bsp, and fewer than there are workers."
         )
+    if options.tier not in ("worker", "host"):
+        return f"{plan.exchange}: tier={options.tier}; it is worker or host."
     if options.patience <= 0:
         return f"{plan.exchange}: patience={options.patience} s lets nobody work; 60 is a good one."
     return None

@@ -7,6 +7,7 @@ reads this file and nothing else.
 
     {"event": "start", "time": 1718000000.0, "strategy": "zero1", "workers": 4, "precision": "fp32"}
     {"step": 1, "epoch": 0, "loss": 5.54, "samples": 32, ..., "time": 1718000001.2}
+    {"event": "servers", "time": 1718000011.0, "staleness": {"0": 80, "1": 16}, "busy": [0.12, 0.1], ...}
 
 What is not a number (a NaN loss) is `null`, because JSON has no NaN and most readers refuse it.
 """
@@ -63,6 +64,11 @@ class EventLog:
         self._waiting.append((report, now))
         if not 0 <= now - self._flushed < FLUSH_SECONDS:
             self.flush()
+
+    def note(self, event: str, facts: Mapping[str, object]) -> None:
+        """Write down something else than a step: how servers are doing."""
+        self.flush()
+        self._write(json.dumps({"event": event, "time": time(), **facts}, allow_nan=False) + "\n")
 
     def flush(self) -> None:
         """Hand every waiting line to the operating system now."""

@@ -186,6 +186,11 @@ class Chain:
     # What it does.
 
     def _take(self, message: Message, now: float) -> None:
+        if not self.is_tail:  # the others work on it while this one does
+            self.log[message.place] = message
+            if self.snapshot_sent is None:
+                self.send(self.after, replace(message, epoch=self.view.epoch))
+                self.sent = now
         name, args = message.meta
         op = Operation(name, message.clock, args, message.tensor, message.client)
         try:
@@ -198,11 +203,6 @@ class Chain:
         self.sessions[message.client] = Session(message.seq, message.place, status, value)
         if self.is_tail:
             self._commit(self.last)
-        else:
-            self.log[message.place] = message
-            if self.snapshot_sent is None:
-                self.send(self.after, replace(message, epoch=self.view.epoch))
-                self.sent = now
 
     def _commit(self, place: int) -> None:
         if place > self.committed:

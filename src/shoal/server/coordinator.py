@@ -185,24 +185,29 @@ class Coordinator:
         """Whether every shard is held by as many servers as it should be: then one of them may be lost."""
         known, epoch = self.servers, self.view.epoch
         return bool(self.view.chains) and all(
-            len(chain) == self.view.replicas
+            len(chain) >= self.view.replicas
             and all(s in known and known[s].epoch == epoch and shard in known[s].whole for s in chain)
             for shard, chain in enumerate(self.view.chains)
         )
 
     def _balance(self, now: float) -> None:
-        """Give a shard of the busiest server to the idlest, where that has none of its copies."""
+        """Let a shard of the busiest server be the idlest's, in two views: first one copy more, then one less."""
         if len(self.view.addresses) <= self.view.replicas or not self.whole:
             return
         busy = {server: self.servers[server].load.get("busy", 0.0) for server in self.view.addresses}
-        most, least = max(busy, key=lambda s: busy[s]), min(busy, key=lambda s: busy[s])
-        here = [n for n, chain in enumerate(self.view.chains) if n != LEDGER and most in chain]
-        movable = [shard for shard in here if least not in self.view.chains[shard]]
-        if busy[most] - busy[least] < _UNEVEN or len(here) < 2 or not movable:
-            return
         chains = list(self.view.chains)
-        chains[movable[0]] = (*(s for s in chains[movable[0]] if s != most), least)
-        self._publish(replace(self.view, chains=tuple(chains)), now)
+        for shard, chain in enumerate(chains):
+            if len(chain) > self.view.replicas:  # all are whole, the one that came last too
+                most = max(chain[:-1], key=lambda server: busy[server])
+                chains[shard] = tuple(server for server in chain if server != most)
+                self._publish(replace(self.view, chains=tuple(chains)), now)
+                return
+        most, least = max(busy, key=lambda s: busy[s]), min(busy, key=lambda s: busy[s])
+        here = [shard for shard, chain in enumerate(chains) if shard != LEDGER and most in chain]
+        movable = [shard for shard in here if least not in chains[shard]]
+        if busy[most] - busy[least] >= _UNEVEN and len(here) > 1 and movable:
+            chains[movable[0]] = (*chains[movable[0]], least)
+            self._publish(replace(self.view, chains=tuple(chains)), now)
 
     def _news(self) -> Message:
         """For workers: how the servers are."""

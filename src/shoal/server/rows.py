@@ -214,9 +214,10 @@ class Rows(Machine):
 
     def _squares(self, op: Operation) -> Answer:
         """The sum of its squares; of a step whose update is made, the norm that it had."""
-        if op.clock in self._parts.norms:
-            return Answer({"norm": self._parts.norms[op.clock]})
-        found = self._parts.sum(op.clock, _parts(op))
+        parts = _parts(op)
+        if all(self._parts.is_over(op.clock, part) for part in parts):
+            return Answer({"norm": self._parts.norms.get(op.clock)})
+        found = self._parts.sum(op.clock, parts)
         return Answer([float(torch.linalg.vector_norm(found.rows)) ** 2])
 
     def _dump(self, op: Operation) -> Answer:

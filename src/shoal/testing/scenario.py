@@ -97,7 +97,7 @@ class Tide:
             return False
         view = self.coordinator.view
         return bool(view.chains) and all(
-            len(chain) == self.shape.replicas
+            len(chain) >= self.shape.replicas
             and all(
                 self.network.works(s)
                 and self.nodes[s].view.epoch == view.epoch

@@ -65,10 +65,8 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     if recorder is not None:
         recorder.start(model)
     agree_on_model(model, mesh.data if _apart(plan) else world)
-    check_trainable(model)
-    check_rows(model, exchange.TABLE.look_up(plan.exchange.name))
-    shape, blocks = Shape.of(model), find_blocks(model)
-    divided = divide_model(order, plan, mesh, model, feed)
+    _check_model(model, plan)
+    shape, blocks, divided = Shape.of(model), find_blocks(model), divide_model(order, plan, mesh, model, feed)
     presence = prepare_layers(order, model, mesh, blocks)
     streams = Streams(model, blocks, order.seed)
     job = Job(order.inputs or default_inputs, order.loss, chosen, streams, presence, world.device)
@@ -115,6 +113,11 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         recorder=recorder,
         count_per_sample=1.0,
     )
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    check_trainable(model)
+    check_rows(model, exchange.TABLE.look_up(plan.exchange.name))
 
 
 def _stands_for(order: Order, feed: Feed) -> int:

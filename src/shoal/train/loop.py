@@ -6,18 +6,22 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.report.console import Console
 from shoal.report.events import EventLog
+from shoal.report.servers import describe_servers
 from shoal.train.checkpoints import Checkpoints
 from shoal.train.parts import Parts
 from shoal.train.progress import Progress
 from shoal.train.schedule import MakeScheduler, advance, catch_up, make_scheduler, restore_schedule
 from shoal.train.step import run_step
 from shoal.types import StepReport
+
+SERVERS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Loop:
         title = str(self.header["strategy"])
         console = Console(total, title) if first and self.progress_bar else None
         events = EventLog.open(self.log / "events.jsonl", self.header) if first and self.log else None
+        noted = monotonic()
         try:
             done = goal.reached(progress.step)
             while not done:
@@ -71,15 +76,30 @@ class Loop:
                     console.update(report)
                 if events is not None:
                     events.write(report)
+                    noted = self._note_servers(events, noted)
                 last = done or report.number == total
                 if self.checkpoints.due(report.number, last) and parts.exchange.saves:
                     self.checkpoints.begin(f"step-{progress.step}", progress)
                 yield report
+            if events is not None:
+                self._note_servers(events, 0.0)
+            if console is not None and (facts := parts.exchange.servers()):
+                console.note(describe_servers(facts))
         finally:
             if console is not None:
                 console.close()
             if events is not None:
                 events.close()
+
+    def _note_servers(self, events: EventLog, noted: float) -> float:
+        """Every few seconds, write down how the servers are doing; when that was last done."""
+        now = monotonic()
+        if now - noted < SERVERS_SECONDS:
+            return noted
+        facts = self.parts.exchange.servers()
+        if facts:
+            events.note("servers", facts)
+        return now
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.data.batch import Inputs, fits_as_it_is
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.exchange.base import Exchange
 from shoal.report.meter import Meter
@@ -56,6 +56,12 @@ class Parts:
         return (
             [self.count_per_sample, self.scale.value, self.scale.good_steps] if self.exchange.apart else None
         )
+
+    def look_ahead(self, step: int, portion: Portion) -> None:
+        """This worker's batches of a step are here: let the exchange see those of the next, if it can use them."""
+        if self.exchange.tables.foresees(step + 1) and isinstance(self.loader, Loader):
+            coming = self.loader.peek(step + 1).batches
+            self.exchange.tables.foresee(step + 1, portion.batches, coming)
 
     def recall(self, told: list[float] | None) -> None:
         """Go on as another worker's memo says."""

@@ -25,7 +25,8 @@ from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import State
 from shoal.checkpoint.shard import check_type
 from shoal.errors import ConfigError
-from shoal.exchange.base import Held, RowPiece
+from shoal.exchange.base import Held
+from shoal.exchange.rowtables import RowPiece
 from shoal.train.whole import Whole
 
 Memo = dict[tuple[str, int, int, torch.dtype], Holding]
@@ -50,7 +51,7 @@ def collect(whole: Whole, memo: Memo) -> State:
 
 def collect_rows(whole: Whole) -> Iterator[Piece]:
     """The rows of every SparseEmbedding, as they come."""
-    for name, columns in whole.exchange.rows():
+    for name, columns in whole.exchange.tables.pieces():
         yield f"rows/{name}", columns
 
 
@@ -93,13 +94,13 @@ def restore_rows(whole: Whole, reader: Reader) -> None:
             name, _, column = path.removeprefix("rows/").rpartition("/")
             stored.setdefault(name, {})[column] = path
     for name in stored:
-        if name not in whole.exchange.tables:
+        if name not in whole.exchange.tables.names:
             raise ConfigError(
                 f"the rows of '{name}' are only in {reader.folder}; the checkpoint is of another model."
             )
     if stored:
         pieces = (piece for name, paths in stored.items() for piece in _row_pieces(reader, name, paths))
-        whole.exchange.load_rows(reader.manifest.step, pieces)
+        whole.exchange.tables.load(reader.manifest.step, pieces)
 
 
 def _row_pieces(reader: Reader, name: str, paths: Mapping[str, str]) -> Iterator[RowPiece]:

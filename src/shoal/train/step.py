@@ -27,6 +27,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
     meter.start()
     part = exchange.first_part(number, parts.loader.feed.rank)
     portion = parts.loader.take(number, part)
+    parts.look_ahead(number, portion)
     meter.mark("data")
 
     exchange.begin()
