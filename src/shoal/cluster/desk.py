@@ -23,8 +23,9 @@ class Desk:
         self._servers = Attendants(threads, self._keys, watch, forget)
         self._workers: dict[int, int] = {}
         """Rank -> the number of its worker in the job."""
-        self.started = False
-        """Whether somebody has asked: then workers meet at servers, and one that is lost can be replaced."""
+        self.replaces = False
+        """Whether a worker that is lost can be replaced: the others meet it at servers only."""
+        self._started = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(64)
@@ -53,6 +54,7 @@ class Desk:
             try:
                 asked = json.loads(line.makefile("rb").readline(65536))
                 servers, rank, me = int(asked["servers"]), int(asked["rank"]), int(asked["id"])
+                self.replaces = self.replaces or bool(asked["replaceable"])
                 self._start(servers)
                 self._workers[rank] = me
                 answer = {"address": self._servers.address, "keys": self._keys.to_text()}
@@ -61,8 +63,8 @@ class Desk:
                 return  # it ended before it had said what it wants, or heard the answer
 
     def _start(self, servers: int) -> None:
-        if not self.started:
-            self.started = True
+        if not self._started:
+            self._started = True
             if servers:
                 self._servers.coordinate()
             for slot in range(servers):

@@ -227,7 +227,7 @@ class Starts:
 
     def again(self, rank: int) -> bool:
         """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
-        if self.desk is None or not self.desk.started:
+        if self.desk is None or not self.desk.replaces:
             return False
         self.desk.worker_ended(rank)
         recent = [at for at in self.times[rank] if time.monotonic() - at < AGAIN_SECONDS]

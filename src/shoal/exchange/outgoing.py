@@ -18,9 +18,12 @@ from shoal.world.memory import SharedMemoryUnavailable
 class Outgoing:
     """One vector per bucket. On the CPU, gradients are written there at once; from a card they are copied."""
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, there: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """`there`: vectors to use, of which servers get bytes."""
         try:
-            self._slab: Slab | None = Slab(sum(bucket.nbytes for bucket in buckets))
+            self._slab: Slab | None = None if there else Slab(sum(bucket.nbytes for bucket in buckets))
         except SharedMemoryUnavailable:  # servers get bytes
             self._slab = None
         self._offsets, offset = list[int](), 0
@@ -28,7 +31,9 @@ class Outgoing:
         for bucket in buckets:
             self._offsets.append(offset)
             self._vectors.append(
-                torch.zeros(bucket.size, dtype=bucket.dtype)
+                there[bucket.index]
+                if there
+                else torch.zeros(bucket.size, dtype=bucket.dtype)
                 if self._slab is None
                 else self._slab.tensor(bucket.dtype, offset, bucket.size)
             )

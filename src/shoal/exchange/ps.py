@@ -15,27 +15,27 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import BucketOptions, Setup, State, Tally, detached, sum_of_squares
-from shoal.exchange.flat import FlatExchange
+from shoal.exchange.base import BucketOptions, Setup, Tally, sum_of_squares
 from shoal.exchange.outgoing import Outgoing, Sent
 from shoal.exchange.ps_options import PsOptions
 from shoal.exchange.rowlines import ToServers
 from shoal.exchange.served import Served
+from shoal.exchange.served_state import ServedState
 from shoal.exchange.shards import cut_shards, sum_of_slices
 from shoal.exchange.tables import Tables
+from shoal.exchange.tier import Tier
 from shoal.exchange.turn import Turn
 from shoal.server.description import describe, settings_of
 from shoal.server.found import find_servers
 from shoal.server.link import Link
 from shoal.server.post import new_id
-from shoal.server.view import LEDGER, ROWS
+from shoal.server.view import ROWS
 from shoal.server.work import Work
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket
@@ -44,7 +44,7 @@ from shoal.world.world import Handle, World
 _LEDGER_BYTES = 4096
 
 
-class Ps(FlatExchange):
+class Ps(ServedState):
     """Gradients go to servers, values come from them."""
 
     promise = Promise.EXACT
@@ -67,29 +67,38 @@ class Ps(FlatExchange):
         self._started = self._claimed = False
         self._counted = 0
         self._norm: float | None = None
+        self._mine = Tally(0.0, 0.0)
+        self._tier = Tier(setup.peers or setup.world, options.tier == "host")
         lone = World.alone(setup.world.device)
         super().__init__(replace(setup, world=lone), BucketOptions(options.bucket_mb), owners=setup.world)
         self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
         self._description = describe(self.given)
-        self._connect(setup.seed)
+        self.each = self.each and self._tier.local.size == 1  # a unit sums all its micro-batches first
+        self._turn = Turn(self._tier.units, options)
+        self.tables = Tables(self.module, self.given, setup.seed, options.servers, 1 + len(self.shards))
+        self.tables.check_aggregate(options.aggregate)
+        self.begins = False
+        if self._tier.leads:
+            self._connect()
+        if self._tier.local.size > 1 and len(self.tables):
+            raise ConfigError("SparseEmbedding and ps(tier=host) do not go together yet; leave tier out.")
 
-    def _connect(self, seed: int) -> None:
-        options, who = self._options, self._who
-        tables = self.tables = Tables(self.module, self.given, seed, options.servers, 1 + len(self.shards))
-        tables.check_aggregate(options.aggregate)
+    def _connect(self) -> None:
+        options, who, tables = self._options, self._who, self.tables
         me = new_id()
-        self._servers = find_servers(who, me, options.servers, options.at, options.keys)
+        alone = self._tier.local.size == 1
+        self._servers = find_servers(who, me, options.servers, options.at, options.keys, alone)
         sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards), *tables.sizes]
         kinds = ["ledger", *["dense"] * len(self.shards), *[ROWS] * len(tables.shards)]
         terms = [sizes, kinds, options.servers, options.copies, options.patience]
-        self.link = Link(me, self._servers.address, self._servers.keys, who.rank, terms)
-        self._work = Work(self.link.client, who.rank, range(1, len(sizes)))
-        self._turn = Turn(self.link, self._work, who.size, options)
+        self.link = Link(me, self._servers.address, self._servers.keys, self._tier.unit, terms)
+        self._work = Work(self.link.client, self._tier.unit, range(1, len(sizes)))
+        self._turn.connect(self.link, self._work)
         self._served = Served(self.link, self.shards, self.vectors)
         tables.connect(ToServers(self.link, self._work), self._turn)
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         joined = self.link.run(self._work.join(model + tables.signature()))
-        self.begins = who.rank == 0 and not joined["ready"]
+        self.begins = self._tier.unit == 0 and not joined["ready"]
 
     # Where things lie.
 
@@ -99,10 +108,16 @@ class Ps(FlatExchange):
     def allocate(self) -> list[torch.Tensor]:
         # The norm adds up what shards say. To round as ddp does, they must be what ddp adds up: whole buckets.
         self.shards = cut_shards(self.buckets, sys.maxsize if self.deterministic else self._capacity)
-        device = self.world.device
-        self._outgoing = Outgoing(self.buckets, device)
-        self._gradients = self._outgoing.gradients
-        return [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
+        device, tier = self.world.device, self._tier
+        if tier.local.size == 1:
+            self._outgoing = Outgoing(self.buckets, device)
+            self._gradients = self._outgoing.gradients
+            return [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
+        parameters = tier.vectors(self.buckets, "parameters")
+        self._theirs = [tier.vectors(self.buckets, f"gradients{rank}") for rank in range(tier.local.size)]
+        self._outgoing = Outgoing(self.buckets, device, self._theirs[0])
+        self._gradients = self._theirs[tier.local.rank]
+        return parameters
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
         return self._gradients[bucket.index]
@@ -114,7 +129,12 @@ class Ps(FlatExchange):
         return
 
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        if self._tier.local.size > 1:
+            return self._tier.reduce(bucket, [vectors[bucket.index] for vectors in self._theirs])
         self._outgoing.fill(bucket, vector)
+        return self._stage(bucket)
+
+    def _stage(self, bucket: Bucket) -> Handle:
         claim, requests = (self._turn.step, self._turn.part), []
         for shard in self.shards:
             if shard.bucket is bucket:
@@ -131,43 +151,52 @@ class Ps(FlatExchange):
     def start(self, step: int, memo: Any) -> None:
         """Give the shards their first values, or wait until somebody has."""
         self._started = True
-        if self.begins:
-            groups = {name: number for number, names in enumerate(self._groups) for name in names}
-            how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
-            self._served.give(groups, self._description, how, step)
-            self._served.give_state(self.optimizer, self.trained, step)
-            self.tables.begin(step)
-            self.link.run(self._work.begin(step, memo))
-        else:
+        self._tier.lead(lambda: self._start(step, memo))
+        self.optimizer.state.clear()
+
+    def _start(self, step: int, memo: Any) -> None:
+        if not self.begins:
             self.link.run(self._work.wait_ready())
             self._served.fetch(0)
-        self.optimizer.state.clear()
+            return
+        groups = {name: number for number, names in enumerate(self._groups) for name in names}
+        how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
+        self._served.give(groups, self._description, how, step)
+        self._served.give_state(self.optimizer, self.trained, step)
+        self.tables.begin(step)
+        self.link.run(self._work.begin(step, memo))
 
     def claim(self, step: int, stop: int) -> int | None:
         if not self._started:
             self.start(step, self.memo)
-        if not self._turn.claim(stop, self.memo):
+        turn = self._turn
+        state = self._tier.lead(lambda: turn.state() if turn.claim(stop, self.memo) else None)
+        if state is None:
             return None
-        self._claimed, self.told = True, self._turn.memo
-        self.counts_own = not self._turn.together
-        return self._turn.step
+        turn.adopt(state)
+        self._claimed, self.told = True, turn.memo
+        self.counts_own = not turn.together
+        return turn.step
 
     def first_part(self, step: int, own: int) -> int:
         del own
         if not self._claimed:
             self.claim(step, step + 1)
         self._claimed = False
-        self.saves = self._turn.had_first
-        return self._turn.part
+        self.saves = self._turn.had_first and self._tier.leads
+        return self._tier.part(self._turn.part)
 
     def begin(self) -> None:
+        self._tier.lead(self._freshen)
+        self._micro, self._norm = 0, None
+        self.tables.enter(self._turn.step)
+        super().begin()
+
+    def _freshen(self) -> None:
         turn = self._turn
         if not turn.together or self._fresh != turn.step:
             self._served.fetch(turn.step if turn.together else 0)
             self._fresh = turn.step
-        self._micro, self._norm = 0, None
-        self.tables.enter(turn.step)
-        super().begin()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         super().backward(loss, weight, last)
@@ -176,20 +205,34 @@ class Ps(FlatExchange):
     def next_part(self, tally: Tally, foreseen: float) -> int:
         self.tables.stage((self._turn.step, self._turn.part))
         self._arrivals.wait()
-        if self._turn.done(tally, foreseen, self._arrivals.bits):
+        self._mine = self._tier.add(tally)
+        self._arrivals.used = self._tier.union(self._arrivals.used)
+        more, state = self._tier.lead(lambda: self._deliver(foreseen))
+        self._turn.adopt(state)
+        if more:
             self._micro = 0
             self._arrivals.open_step()
-        self.saves = self._turn.had_first
-        return self._turn.part if self._turn.together else -1
+        self.saves = self._turn.had_first and self._tier.leads
+        return self._tier.part(self._turn.part) if self._turn.together else -1
+
+    def _deliver(self, foreseen: float) -> tuple[bool, list[Any]]:
+        """What a unit has summed goes to the servers; then the part is done."""
+        if self._tier.local.size > 1:
+            for handle in [self._stage(bucket) for bucket in self.buckets]:
+                handle.wait()
+        return self._turn.done(self._mine, foreseen, self._arrivals.bits), self._turn.state()
 
     def finish(self, tally: Tally) -> Tally:
         turn = self._turn
         if not turn.together or turn.over:  # over: the others have gone on, and there is nothing to add
-            return tally
+            return self._mine if turn.part >= 0 else tally
         self._arrivals.bits = turn.tally["used"]
         return Tally(float(turn.tally["total"]), float(turn.tally["count"]))
 
     def norm(self) -> float:
+        return self._tier.lead(self._find_norm)
+
+    def _find_norm(self) -> float:
         turn = self._turn
         if not turn.together or turn.over:
             return self._own_norm()
@@ -206,6 +249,9 @@ class Ps(FlatExchange):
         return float((sum_of_squares(self._gradients) + self.tables.own_squares()) ** 0.5)
 
     def update(self, factor: float, limit: float | None) -> None:
+        self._tier.lead(lambda: self._update(factor, limit))
+
+    def _update(self, factor: float, limit: float | None) -> None:
         turn = self._turn
         if not turn.over:
             args = {
@@ -227,6 +273,9 @@ class Ps(FlatExchange):
         self._close_step()
 
     def drop(self) -> None:
+        self._tier.lead(self._drop)
+
+    def _drop(self) -> None:
         turn = self._turn
         if not turn.over:
             args = {"parts": turn.named_parts(), "floor": self._work.floor, "norm": self._norm}
@@ -240,55 +289,6 @@ class Ps(FlatExchange):
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent
-
-    # What others ask for.
-
-    def refresh(self) -> None:
-        if self._started:
-            self._served.fetch(0)
-
-    def fetch(self) -> None:
-        if self._started:
-            self._served.fetch(0)
-            self._served.take_state(self.optimizer, self.trained)
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        self.refresh()
-        return super().parameters()
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        turn = self._turn
-        if turn.together and not turn.over:
-            self._served.gradients(turn.step, turn.tally["parts"], self._gradients)
-        return super().gradients()
-
-    def optimizer_state(self) -> State:
-        self.fetch()
-        state = self.optimizer.state
-        return {name: detached(state[p]) for name, p in self.trained.items() if state.get(p)}
-
-    def load_optimizer_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        for name, entries in state.items():
-            self.optimizer.state[self.trained[name]] = detached(entries)
-
-    def status(self) -> dict[str, Any]:
-        """What the ledger says of the work."""
-        return self._served.status(LEDGER)
-
-    def servers(self) -> dict[str, Any]:
-        status, news = self.status(), self.link.news
-        return {
-            "staleness": {str(ahead): count for ahead, count in status["staleness"]},
-            "queue": status["claimed"],
-            "workers": status["workers"],
-            "busy": news.get("busy", []),
-            "whole": news.get("whole", False),
-            "bytes_sent": self.link.bytes_sent,
-        }
-
-    def close(self) -> None:
-        self.link.close()
-        self._servers.close()
 
     @classmethod
     def memory(

@@ -15,8 +15,8 @@ from shoal.server.work import Work
 class Turn:
     """What this worker is doing, as the ledger knows it."""
 
-    def __init__(self, link: Link, work: Work, parts: int, options: PsOptions) -> None:
-        self._link, self._work, self._parts, self._options = link, work, parts, options
+    def __init__(self, parts: int, options: PsOptions) -> None:
+        self._parts, self._options = parts, options
         self._clocks = make_clocks(options.clock, options.ssp, options.then, options.after)
         self._stop = -1
         self.step = -1
@@ -33,6 +33,10 @@ class Turn:
         """What the part computed last came to."""
         self.share = 1.0
         """That part's share of the step."""
+
+    def connect(self, link: Link, work: Work) -> None:
+        """Talk to the ledger through these. Without them, a turn only follows another's."""
+        self._link, self._work = link, work
 
     @property
     def together(self) -> bool:

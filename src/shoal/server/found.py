@@ -29,18 +29,24 @@ class Found:
     close: Callable[[], None] = lambda: None
 
 
-def find_servers(world: World, me: int, servers: int, at: str = "", keys: str = "") -> Found:
-    """The coordinator of this run's servers. Every worker calls it; `me` is its number in the job."""
+def find_servers(
+    world: World, me: int, servers: int, at: str = "", keys: str = "", replaceable: bool = True
+) -> Found:
+    """The coordinator of this run's servers. Every worker that talks to them calls it; `me` is its number in the job.
+
+    `replaceable`: whether another worker may be started in the place of this one if it is killed.
+    """
+    asked = {"servers": 0 if at else servers, "rank": world.rank, "id": me, "replaceable": int(replaceable)}
     if at:
         if not keys:
             raise ConfigError(
                 f"ps(at={at}) needs the servers' keys: keys=FILE, the file that `shoal server` wrote."
             )
         if world.launcher:  # it starts no servers, but another worker in the place of one that is killed
-            ask_launcher(world.launcher, {"servers": 0, "rank": world.rank, "id": me})
+            ask_launcher(world.launcher, asked)
         return Found(f"tcp://{at}", JobKeys.read(Path(keys).expanduser()))
     if world.launcher:
-        return ask_launcher(world.launcher, {"servers": servers, "rank": world.rank, "id": me})
+        return ask_launcher(world.launcher, asked)
     return _threads(world, servers)
 
 

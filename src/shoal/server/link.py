@@ -86,7 +86,6 @@ class Link:
         """Say goodbye and end."""
         if self._ended:
             return
-        self._queue(COORDINATOR, Message(Kind.BYE, client=self.me))
         self._ended = True
         self._post.wire.wake()
         self._thread.join(5.0)
@@ -128,6 +127,7 @@ class Link:
                         self._heard = now
                         self.lock.notify_all()
                 self._send_all()
+            self._out.append((COORDINATOR, Message(Kind.BYE, client=self.me)))
             self._send_all()
             self._post.close(linger=1.0)
         except BaseException as error:

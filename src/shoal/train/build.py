@@ -9,15 +9,13 @@ from torch import nn
 
 from shoal import exchange, partition, pipeline
 from shoal.blocks import find_blocks
-from shoal.config import degree_of, parse_strategy
+from shoal.config import degree_of
 from shoal.data.batch import convert, default_inputs
 from shoal.data.feed import Feed
 from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
-from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
-from shoal.exchange.base import Setup, trainable
-from shoal.exchange.readiness import ForwardOrder
+from shoal.exchange.base import Setup
 from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
 from shoal.partition.block import Block
@@ -26,6 +24,7 @@ from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_o
 from shoal.report.meter import Meter
 from shoal.tensor import loss_context
 from shoal.train import precision
+from shoal.train.apart import apart, order_of_use, sharers
 from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
 from shoal.train.divide import Divided, Found, Trial, divide, find_division
@@ -46,7 +45,7 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(order.strategy, world.size)
     check_kinds(order)
-    mesh = Mesh.apart(world) if _apart(plan) else open_mesh(plan, world)
+    mesh = Mesh.apart(world) if apart(plan) else open_mesh(plan, world)
     check_numbers(order, plan, mesh)
     if order.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -64,7 +63,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     recorder = Recorder(record, world.rank, _stands_for(order, feed)) if record else None
     if recorder is not None:
         recorder.start(model)
-    agree_on_model(model, mesh.data if _apart(plan) else world)
+    agree_on_model(model, mesh.data if apart(plan) else world)
     _check_model(model, plan)
     shape, blocks, divided = Shape.of(model), find_blocks(model), divide_model(order, plan, mesh, model, feed)
     presence = prepare_layers(order, model, mesh, blocks)
@@ -76,7 +75,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         Setup(
             model=model,
             make_optimizer=order.optimizer,
-            world=_sharers(plan, mesh),
+            world=sharers(plan, mesh),
             accumulate=order.accumulate,
             deterministic=order.deterministic,
             model_world=mesh.model,
@@ -87,7 +86,8 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             values=values,
             seed=order.seed,
             recorded=bool(record),
-            order=_seen_order(order, model, feed, world.device) if _apart(plan) else (),
+            order=order_of_use(make_trial(order, model, feed, world.device)) if apart(plan) else (),
+            peers=mesh.joined,
         ),
     )
     options = tensor_options(plan)
@@ -141,12 +141,12 @@ def open_mesh(plan: Plan, world: World) -> Mesh:
 def make_feed(order: Order, plan: Plan, mesh: Mesh) -> Feed:
     """Which samples this worker's replica gets, in how many micro-batches."""
     meets = mesh.model.size > 1 or exchange.TABLE.look_up(plan.exchange.name).every_worker_computes
-    sharers = _sharers(plan, mesh)
+    among = sharers(plan, mesh)
     return Feed(
         order.data,
         order.global_batch,
-        sharers.rank,
-        sharers.size,
+        among.rank,
+        among.size,
         order.accumulate * pipeline_options(plan).microbatches,
         order.seed,
         order.shuffle,
@@ -187,39 +187,6 @@ def plan_schedule(plan: Plan) -> type[Schedule]:
     return pipeline.TABLE.look_up(pipeline_options(plan).schedule)
 
 
-def _seen_order(order: Order, model: nn.Module, feed: Feed, device: torch.device) -> list[str]:
-    """Parameters by one trial pass, the last used first: where they lie must be known before the first step.
-
-    Rows of an embedding are on servers that are not there yet; then the order of definition has to do.
-    """
-    if any(isinstance(module, SparseEmbedding) for module in model.modules()):
-        return []
-    trial = make_trial(order, model, feed, device)
-    watch = ForwardOrder(model, trainable(model))
-    model.eval()
-    try:
-        with torch.no_grad(), trial.precision.context(device):
-            model(trial.inputs(trial.batch))
-    finally:
-        model.train()
-        seen = watch.close()
-    return seen
-
-
-def meets_at_servers(strategy: str) -> bool:
-    """Whether workers under a strategy meet at servers only."""
-    return _apart(parse_strategy(strategy))
-
-
-def _apart(plan: Plan) -> bool:
-    return exchange.TABLE.look_up(plan.exchange.name).apart
-
-
-def _sharers(plan: Plan, mesh: Mesh) -> World:
-    """Those who divide a step's samples among them."""
-    return mesh.world if _apart(plan) else mesh.data
-
-
 def _cuts_parameters(plan: Plan) -> bool:
     return exchange.TABLE.look_up(plan.exchange.name).cuts_parameters
 
@@ -250,7 +217,7 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(f"accumulate={order.accumulate}; it must be at least 1.")
     if order.loader_workers < 0:
         raise ConfigError(f"loader_workers={order.loader_workers}; it must be at least 0.")
-    if _apart(plan) and (order.batchnorm == "sync" or is_stream(order.data)):
+    if apart(plan) and (order.batchnorm == "sync" or is_stream(order.data)):
         what = (
             "batchnorm='sync' needs all workers at once"
             if order.batchnorm == "sync"
@@ -275,12 +242,12 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
             "twice more; use 1f1b."
         )
     parts = order.accumulate * pipeline_options(plan).microbatches
-    sharers = _sharers(plan, mesh)
-    needed = sharers.size * parts
+    among = sharers(plan, mesh)
+    needed = among.size * parts
     if order.global_batch < needed:
         who = "workers" if mesh.model.size == 1 else "replicas"
         raise ConfigError(
-            f"global_batch={order.global_batch} cannot be cut into {sharers.size} {who} × {parts} "
+            f"global_batch={order.global_batch} cannot be cut into {among.size} {who} × {parts} "
             f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
         )
 

@@ -22,7 +22,8 @@ from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
 from shoal.table import did_you_mean
-from shoal.train.build import build, meets_at_servers
+from shoal.train.apart import meets_at_servers
+from shoal.train.build import build
 from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import Metric, evaluate
 from shoal.train.loop import Loop

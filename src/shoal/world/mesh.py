@@ -37,6 +37,8 @@ class Mesh:
     """Those who hold the other parts of this worker's layers."""
     model: World
     """Those who hold one model between them: all stages and parts, for the same samples."""
+    joined: World | None = None
+    """Everybody, where `world` knows only their numbers and they are joined by a group all the same."""
     torch: DeviceMesh | None = None
     """The same in torch's own form: axis "shard", and those of AXES along which there are several workers. None where
     workers differ in their samples only."""
@@ -74,7 +76,12 @@ class Mesh:
             return world.within(whole.get_group())
 
         return Mesh(
-            world, axis("replica", "shard"), axis("stage"), axis("tensor"), axis("stage", "tensor"), mesh
+            world,
+            axis("replica", "shard"),
+            axis("stage"),
+            axis("tensor"),
+            axis("stage", "tensor"),
+            torch=mesh,
         )
 
     @staticmethod
@@ -82,7 +89,9 @@ class Mesh:
         """A worker that meets others at servers only: it has its number, and whatever it holds, it holds alone."""
         alone = World.alone(world.device)
         alone.traffic = world.traffic
-        return Mesh(world.alone_among(), alone, alone, alone, alone)
+        return Mesh(
+            world.alone_among(), alone, alone, alone, alone, world if world.group is not None else None
+        )
 
     @staticmethod
     def imagine(alone: World, workers: int, tensor: int = 1, stages: int = 1) -> Mesh:

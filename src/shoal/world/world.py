@@ -110,7 +110,9 @@ class World:
             )
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
-        return World(launch.rank, launch.size, where, hosts, store, dist.group.WORLD)
+        return World(
+            launch.rank, launch.size, where, hosts, store, dist.group.WORLD, launcher=launch.launcher
+        )
 
     @staticmethod
     def unjoined(launch: Launch, device: str = "auto") -> World:
