@@ -8,8 +8,6 @@ from torch import nn
 
 from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
-from shoal.server.localrows import LocalRows
-from shoal.server.rows import Terms
 
 
 class Source:
@@ -122,35 +120,3 @@ def test_refusals_are_sentences() -> None:
     for wrong in ((0, 3, 0.1, 0), (3, 0, 0.1, 0), (3, 3, -0.1, 0), (3, 3, 0.1, -1)):
         with pytest.raises(ConfigError, match="cannot be"):
             SparseEmbedding(*wrong)
-
-
-def test_training_with_local_rows_is_training_of_an_embedding() -> None:
-    """Adam on rows that are touched in every step: the same numbers as torch with a dense table."""
-    described = {"kind": "Adam", "groups": [{"lr": 0.05}]}
-    source = LocalRows(Terms("words", 8, 3, "float64", seed=4, std=0.5, optimizer=described))
-    sparse = SparseEmbedding(8, 3, std=0.5).double()
-    sparse.source, sparse.name = source, "words"
-    dense = nn.Embedding(8, 3, dtype=torch.float64)
-    everything = torch.arange(8)
-    with torch.no_grad():
-        dense.weight.copy_(source.fetch("words", everything))
-    optimizer = torch.optim.Adam(dense.parameters(), lr=0.05)
-    for step in range(20):
-        ids = torch.cat([everything, torch.randint(0, 8, (5,))])
-        for module in (sparse, dense):
-            (module(ids).cos() * torch.arange(13).unsqueeze(1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ((found, gradient),) = sparse.take_touched()
-        source.stage(step, found, gradient)
-        ids_there, rows_there = source.gradient(step)
-        assert torch.equal(ids_there, found)
-        assert torch.equal(rows_there, gradient)
-        source.apply(step, settings={"lr": 0.05})
-    torch.testing.assert_close(
-        source.fetch("words", everything), dense.weight.detach(), rtol=1e-12, atol=1e-12
-    )
-    before = source.fetch("words", everything)
-    source.stage(20, everything, torch.ones(8, 3, dtype=torch.float64))
-    source.drop(20)
-    assert torch.equal(source.fetch("words", everything), before)

@@ -58,7 +58,8 @@ def test_an_unknown_benchmark_is_a_failure_and_each_named_one_exists() -> None:
     named = re.search(r"scripts/bench ([\w| ]+)\.", (ROOT / "scripts" / "bench").read_text())
     assert named is not None
     wanted = {word.strip() for word in named[1].split("|")}
-    real = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    files = (ROOT / "benchmarks").glob("*.py")
+    real = {file.stem for file in files if "__main__" in file.read_text()}  # the others are parts of one
     assert wanted == real, "scripts/bench names its benchmarks in its second line"
 
 

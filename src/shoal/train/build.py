@@ -55,7 +55,6 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
 def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     world, chosen, clip = mesh.world, precision.TABLE.look_up(order.precision), make_clip(order.clip)
     feed = make_feed(order, plan, mesh)
-    loader = make_loader(feed)
     lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
     model, values = make_model(order.model, order.seed, chosen.model, lazily)
     if values is None:
@@ -99,7 +98,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         pipeline=pipelined,
         loss=order.loss,
         inputs=job.inputs,
-        loader=loader,
+        loader=make_loader(feed),
         exchange=made,
         whole=Whole(mesh, made, shape, divided.layout, divided.same),
         streams=streams,
