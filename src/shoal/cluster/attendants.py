@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from shoal.cluster.worker import die_with, leave_parent
+from shoal.errors import ConfigError
 from shoal.server.host import coordinate, serve
 from shoal.server.keys import JobKeys
 from shoal.server.post import new_id
@@ -31,13 +32,21 @@ Watch = Callable[[int, Callable[[], None]], None]
 class Attendants:
     """`watch(descriptor, action)` has the parent's selector call back; `forget` undoes it."""
 
-    def __init__(self, threads: str, keys: JobKeys, watch: Watch, forget: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        threads: str,
+        keys: JobKeys,
+        watch: Watch,
+        forget: Callable[[int], None],
+        generation: int = 0,
+    ) -> None:
+        """`generation`: not below that of any coordinator that servers still listen to."""
         self._threads, self._keys, self._watch, self._forget = threads, keys, watch, forget
         self.address = ""
         """Where the coordinator is."""
         self.closing: Callable[[], list[int]] = list
         """Descriptors that a forked child inherits and must close."""
-        self._generation = 0
+        self._generation = generation
         self._pids: dict[int, tuple[str, int, int]] = {}
         """Process -> where it listens, its slot, its number in the job, which for the coordinator is 0."""
         self._to_coordinator = -1
@@ -72,8 +81,11 @@ class Attendants:
         if self._to_coordinator >= 0:
             os.close(self._to_coordinator)
         self._to_coordinator = tells
-        self.address = os.read(reads, 4096).decode() or self.address
+        found = os.read(reads, 4096).decode()
         os.close(reads)
+        if not found and not self.address:
+            raise ConfigError(f"the coordinator cannot listen at {listen}; its own message says why.")
+        self.address = found or self.address
 
     def serve(self, slot: int, listen: str = LOOPBACK) -> None:
         """Start a server; `slot` is its place among the servers."""
@@ -132,7 +144,10 @@ class Attendants:
         now = time.monotonic()
         own = [] if code == -signal.SIGKILL else [now]  # what is killed has done nothing wrong
         self._ends = [at for at in self._ends if now - at < AGAIN_SECONDS] + own
-        if self._ended or len(self._ends) > AGAIN_TIMES:
+        if self._ended:
+            return
+        if len(self._ends) > AGAIN_TIMES:
+            print("shoal: servers keep failing, and are not started again.", file=sys.stderr, flush=True)
             return
         if not me:
             self.coordinate(self.address or listen)

@@ -13,6 +13,8 @@ from pathlib import Path
 from shoal.cluster.attendants import Attendants, Watch
 from shoal.server.keys import JobKeys
 
+_SECOND = "one `shoal run` has servers for one Run with strategy ps; start the script again for another."
+
 
 class Desk:
     """Answers workers with the address of the coordinator and the job's keys."""
@@ -54,6 +56,9 @@ class Desk:
             try:
                 asked = json.loads(line.makefile("rb").readline(65536))
                 servers, rank, me = int(asked["servers"]), int(asked["rank"]), int(asked["id"])
+                if rank in self._workers:
+                    line.sendall(json.dumps({"refused": _SECOND}).encode() + b"\n")
+                    return
                 self.replaces = self.replaces or bool(asked["replaceable"])
                 self._start(servers)
                 self._workers[rank] = me

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import sys
+import time
 from pathlib import Path
 
 from shoal.cluster.attendants import Attendants
@@ -33,6 +34,7 @@ def stand(listen: str, join: str, keys: Path, servers: int, threads: str) -> Non
             known,
             lambda descriptor, action: _register(selector, descriptor, action),
             lambda descriptor: _unregister(selector, descriptor),
+            generation=int(time.time()),  # servers on other hosts may have had a coordinator here before
         )
         try:
             with interrupts.held():

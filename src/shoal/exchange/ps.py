@@ -182,8 +182,7 @@ class Ps(ServedState):
         del own
         if not self._claimed:
             self.claim(step, step + 1)
-        self._claimed = False
-        self.saves = self._turn.had_first and self._tier.leads
+        self._claimed = self.saves = False
         return self._tier.part(self._turn.part)
 
     def begin(self) -> None:
@@ -212,7 +211,6 @@ class Ps(ServedState):
         if more:
             self._micro = 0
             self._arrivals.open_step()
-        self.saves = self._turn.had_first and self._tier.leads
         return self._tier.part(self._turn.part) if self._turn.together else -1
 
     def _deliver(self, foreseen: float) -> tuple[bool, list[Any]]:
@@ -267,7 +265,7 @@ class Ps(ServedState):
             used = {name for name in self.trained if self._arrivals.used_name(name)}
             fresh = turn.step + 1 if turn.together else None
             self.tables.send("apply", turn.step, args)
-            self._served.apply(turn.step, args, used, fresh)
+            turn.closed = self._served.apply(turn.step, args, used, fresh)
             self.tables.settle()
             self._fresh = -1 if fresh is None else fresh
         self._close_step()
@@ -286,6 +284,7 @@ class Ps(ServedState):
     def _close_step(self) -> None:
         self.tables.leave()
         self._turn.close(self._arrivals.bits)
+        self.saves = self._turn.closed
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent

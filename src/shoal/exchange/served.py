@@ -80,8 +80,11 @@ class Served:
             args["values"] = [float(state[index][key]) for index in having]
         return self._call(shard, "state", args, step, whole)
 
-    def apply(self, step: int, args: Mapping[str, Any], used: set[str], fresh: int | None) -> None:
-        """Have an update made; `fresh`: and fetch the values as soon as so many steps are applied."""
+    def apply(self, step: int, args: Mapping[str, Any], used: set[str], fresh: int | None) -> bool:
+        """Have an update made; `fresh`: and fetch the values as soon as so many steps are applied.
+
+        True for one of those who ask for the same update: the one that was first.
+        """
         calls, asks = [], []
         for shard in self._shards:
             here = [index for index, piece in enumerate(shard.pieces) if piece.name in used]
@@ -89,9 +92,10 @@ class Served:
             calls.append(self._call(shard, "apply", some, step))
             if fresh is not None:
                 asks.append(self._ask(shard, "values", {"applied": fresh}))
-        self._check(calls)
+        first = not self._check(calls)[0].value["dup"]
         for shard, request in zip(self._shards, asks, strict=False):
             self._receive(shard, request, {"applied": fresh})
+        return first
 
     # From the servers.
 

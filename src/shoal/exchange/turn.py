@@ -23,8 +23,8 @@ class Turn:
         """The step that was claimed last; -1 before the first."""
         self.part = -1
         """The part of it that is being computed; -1: none."""
-        self.had_first = False
-        """Whether the first part of the step was among those computed here."""
+        self.closed = False
+        """Whether it was this worker that brought the step to its end: one does, in every step."""
         self.memo: Any = None
         """What those who were here before want to be known."""
         self.tally: dict[str, Any] = {}
@@ -65,27 +65,27 @@ class Turn:
 
     def state(self) -> list[Any]:
         """All that others of a unit must know, as a plain value."""
-        return [self.step, self.part, self.had_first, self.memo, self.tally, self.share]
+        return [self.step, self.part, self.memo, self.tally, self.share]
 
     def adopt(self, state: list[Any]) -> None:
         """Be where the leader of the unit is."""
-        self.step, self.part, self.had_first, self.memo, self.tally, self.share = state
+        self.step, self.part, self.memo, self.tally, self.share = state
 
     def claim(self, stop: int, memo: Any) -> bool:
         """Take the next part there is before step `stop`, or what is left to do in a step; False at the end."""
-        if stop != self._stop:
-            self._stop = stop
+        if self._stop < 0:
             windows = [[begin, clock.window, int(clock.together)] for begin, clock in self._clocks]
-            terms = {"parts": self._parts, "stop": stop, "windows": windows, "backup": self._options.backup}
+            terms = {"parts": self._parts, "windows": windows, "backup": self._options.backup}
             self._link.run(self._work.agree(terms))
+        self._stop = stop
         self._link.held_since = None
         while True:
-            found = self._link.run(self._work.claim(memo))
+            found = self._link.run(self._work.claim(stop, memo))
             if found is None:
                 return False
             self._link.held_since = self._link.now()
             self.step, self.part, self.memo, self.tally = found.step, found.part, found.memo, {}
-            self.had_first = self.part == 0
+            self.closed = False
             # With no part to compute, this worker only helps a step to its end; it may have come too late for that.
             if self.part >= 0 or self.await_tally() or not self.over:
                 return True
@@ -102,10 +102,11 @@ class Turn:
 
     def await_tally(self) -> bool:
         """Until the step is complete; True if a part of it has become free, which this worker has now."""
+        self._link.held_since = None  # to wait is not to hold anything up
         found = self._link.run(self._work.tally(self.step))
         self.part = int(found.get("part", -1))
         if self.part >= 0:
-            self.had_first = self.had_first or self.part == 0
+            self._link.held_since = self._link.now()
             return True
         self.tally = found
         return False
@@ -122,9 +123,11 @@ class Turn:
         if self.together:
             self._work.applied(self.step)
         else:
-            self._say_done(used)
+            self.closed = self._say_done(used)
         self._link.held_since = None
 
-    def _say_done(self, used: str) -> None:
+    def _say_done(self, used: str) -> bool:
+        """Whether the step is complete with this part."""
         claim = (self.step, self.part)
-        self._link.run(self._work.done(claim, self.mine.total, self.mine.count, used))
+        said = self._link.run(self._work.done(claim, self.mine.total, self.mine.count, used))
+        return bool(said.get("complete"))

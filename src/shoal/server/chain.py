@@ -25,12 +25,13 @@ Send = Callable[[int, Message], None]
 
 RESEND = 0.25
 """Seconds after which what the next server has not confirmed goes to it again."""
-RESEND_SNAPSHOT = 3.0
+RESEND_SNAPSHOT, SLOWEST = 3.0, 20e6
+"""A snapshot goes out again after this time, and the time it takes at so many bytes a second."""
 _TOGETHER = 16
 """How many operations are sent again at a time."""
 
 OK, REFUSED = 0, 1
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 """What a machine stumbles over if a client sends other arguments than it should. All copies stumble alike."""
 
 
@@ -66,6 +67,8 @@ class Chain:
     """Questions that cannot be answered yet, by client and number."""
     sent: float = 0.0
     """When something was last sent to a neighbour that should answer it."""
+    snapshot_due: float = 0.0
+    """When it should have been confirmed, and goes out again."""
     snapshot_sent: float | None = None
     """When a snapshot went to the next server, which has not confirmed it."""
 
@@ -178,7 +181,7 @@ class Chain:
         if self.is_tail:
             return
         if self.snapshot_sent is not None:
-            if now - self.snapshot_sent >= RESEND_SNAPSHOT:
+            if now >= self.snapshot_due:
                 self._send_snapshot(now)
         elif self.log and now - self.sent >= RESEND:
             self.send_log(now)
@@ -197,7 +200,7 @@ class Chain:
             status, value = OK, self.machine.apply(op).value
         except Refused as reason:
             status, value = REFUSED, str(reason)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             status, value = REFUSED, f"{name} with wrong arguments: {error!r}"
         self.last = message.place
         self.sessions[message.client] = Session(message.seq, message.place, status, value)
@@ -233,7 +236,7 @@ class Chain:
             found = self.machine.answer(op)
         except Refused as reason:
             status, found = REFUSED, Answer(str(reason))
-        except _MALFORMED as error:
+        except MALFORMED as error:
             status, found = REFUSED, Answer(f"{name} with wrong arguments: {error!r}")
         else:
             status = OK
@@ -261,6 +264,7 @@ class Chain:
         message = self._message(Kind.SNAPSHOT, place=self.last, meta=[value, sessions])
         self.send(self.after, replace(message, tensor=tensor))
         self.snapshot_sent = self.sent = now
+        self.snapshot_due = now + RESEND_SNAPSHOT + tensor.nbytes / SLOWEST
 
     def _message(
         self, kind: Kind, place: int = 0, client: int = 0, seq: int = 0, meta: Any = None

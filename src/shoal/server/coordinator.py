@@ -16,8 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.server.chain import Send
-from shoal.server.client import Client
-from shoal.server.members import Server, Terms, Worker, lost_sentence
+from shoal.server.client import Client, Request
+from shoal.server.members import (
+    Server,
+    Terms,
+    Worker,
+    all_whole,
+    can_do_without,
+    heads_without_state,
+    lost_sentence,
+)
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
 from shoal.server.view import LEDGER, View, place
@@ -29,6 +37,8 @@ BALANCE = 5.0
 """Seconds between two looks at how busy servers are."""
 _UNEVEN = 0.3
 """Servers may differ by so much of their time before a shard moves from the busiest."""
+_LOOK_AROUND = 2.0
+"""Seconds in which a new coordinator hears of servers that have worked for another before, if there are any."""
 GENERATION_BITS = 32
 
 
@@ -48,6 +58,7 @@ class Coordinator:
         self._dirty = False
         self._told = -1e9
         self._balanced = -1e9
+        self._took_over = False
         self._doubt: float | None = None
         """Since when a shard seems to be lost."""
 
@@ -65,32 +76,35 @@ class Coordinator:
                 self._hear_worker(source, message, told, now)
         elif message.kind == Kind.BYE:
             self.workers.pop(source, None)
+            self._release(source)
 
     def gone(self, who: int, now: float) -> None:
         """A process has ended, as its launcher or its host saw."""
         if who in self.servers:
-            self.servers[who].heard = -1e9
-        elif who in self.workers:
-            self.workers[who].heard = -1e9
+            self.servers[who].gone = True
+        else:
+            self.workers.pop(who, None)
+            self._release(who)
         self.on_time(now)
 
     def on_time(self, now: float) -> None:
         """Called often: notice who is silent, and change the view if it must change."""
         if self._learning_until == math.inf:
-            self._learning_until = now + self._silence
+            self._learning_until = now + min(self._silence, _LOOK_AROUND)
         if self._learning_until is not None and now >= self._learning_until:
             self._learning_until = None
             self._dirty = True
         for who, server in list(self.servers.items()):
-            if now - server.heard > self._silence:
+            silent = now - server.heard > self._silence
+            if server.gone or (silent and can_do_without(who, self.view, self.servers, now - self._silence)):
                 del self.servers[who]
                 self._dirty = True
         for who, worker in list(self.workers.items()):
             hung = self.terms is not None and worker.held > self.terms.patience
             silent = now - worker.heard > self._silence
-            if (silent or hung) and not worker.lost and self.view.chains:
+            if (silent or hung) and not worker.lost:
                 worker.lost = True
-                self._client.call(LEDGER, "lost", {"worker": who})
+                self._release(who)
             if silent:
                 del self.workers[who]
         if self._learning_until is None and (self._dirty or not self.view.chains):
@@ -105,6 +119,17 @@ class Coordinator:
         self._client.on_time(now)
 
     # What it does.
+
+    def _release(self, worker: int) -> None:
+        """What a worker was working on goes to others."""
+        if self.view.chains:
+            self._client.call(LEDGER, "lost", {"worker": worker})
+
+    def _meet_workers(self, found: Request) -> None:
+        """Those of whom the ledger knows may have ended while nobody looked: they are expected to speak."""
+        if found.answer is not None and not found.refusal:
+            for worker, rank in found.answer.value["ids"]:
+                self.workers.setdefault(worker, Worker(self._client.now, rank))
 
     def _hear_server(self, source: int, told: dict[str, Any], now: float) -> None:
         known = View.from_meta(told["view"])
@@ -123,6 +148,8 @@ class Coordinator:
         whole = {int(shard) for shard in told["whole"]}
         if known.epoch == self.view.epoch:
             server.whole = whole
+            heads = {shard for shard, chain in enumerate(self.view.chains) if chain[0] == source}
+            self._dirty = self._dirty or bool(heads - whole)
         if self._learning_until is not None:
             server.whole |= whole
             if self.view.chains and set(self.view.addresses) <= set(self.servers):
@@ -151,7 +178,8 @@ class Coordinator:
         gone = [server for server in self.view.addresses if server not in alive]
         spare = [server for server in alive if server not in self.view.addresses]
         missing = any(len(chain) < self.view.replicas for chain in self.view.chains)
-        if not gone and not (spare and missing) and self.view.epoch > self._base:
+        empty = heads_without_state(self.view, alive)
+        if not gone and not empty and not (spare and missing) and self.view.epoch > self._base:
             return
         taken = {slot for server, slot in self.view.slots.items() if server in alive}
         slots = {server: slot for server, slot in self.view.slots.items() if server in alive}
@@ -183,12 +211,7 @@ class Coordinator:
     @property
     def whole(self) -> bool:
         """Whether every shard is held by as many servers as it should be: then one of them may be lost."""
-        known, epoch = self.servers, self.view.epoch
-        return bool(self.view.chains) and all(
-            len(chain) >= self.view.replicas
-            and all(s in known and known[s].epoch == epoch and shard in known[s].whole for s in chain)
-            for shard, chain in enumerate(self.view.chains)
-        )
+        return all_whole(self.view, self.servers)
 
     def _balance(self, now: float) -> None:
         """Let a shard of the busiest server be the idlest's, in two views: first one copy more, then one less."""
@@ -257,6 +280,9 @@ class Coordinator:
         self._told = now
         self._tell(everybody=True)
         self._client.change_view(self.view, now)
+        if self._base >> GENERATION_BITS > 1 and not self._took_over:
+            self._took_over = True
+            self._client.ask(LEDGER, "status", then=self._meet_workers)
 
     def _tell(self, everybody: bool) -> None:
         if not self.view.epoch:

@@ -63,13 +63,16 @@ def ask_launcher(path: str, asked: dict[str, int]) -> Found:
                 raise ConfigError("the launcher could not start the servers; its own message says why.")
             answer += more
     found = json.loads(answer)
+    if "refused" in found:
+        raise ConfigError(str(found["refused"]))
     return Found(found["address"], JobKeys.from_text(found["keys"], "the launcher's answer"))
 
 
 def _threads(world: World, servers: int) -> Found:
     if world.size == 1:
-        started = Threads(servers, None)
-        return Found(started.address, None, started.close)
+        keys = JobKeys.make()  # other users of this host can reach loopback too
+        started = Threads(servers, keys)
+        return Found(started.address, keys, started.close)
     if len(set(world.hosts)) > 1:
         raise ConfigError(
             "workers on several hosts need servers that all can reach: start them with `shoal server`, and say "

@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from shoal.server.chain import MALFORMED
 from shoal.server.coordinator import Coordinator
 from shoal.server.dense import Dense
 from shoal.server.keys import JobKeys
@@ -49,7 +51,11 @@ def serve(
                 if message.kind == Kind.UNSEEN:
                     node.send_log(message.shard, time.monotonic())
                 else:
-                    node.on_message(source, message, time.monotonic())
+                    with suppress(
+                        *MALFORMED
+                    ):  # of a message that its sender should not have sent, nothing is believed
+                        node.on_message(source, message, time.monotonic())
+                node.on_time(time.monotonic())  # signs of life come between long operations too
             now = time.monotonic()
             worked += now - began
             if now - looked >= 1.0:
@@ -72,7 +78,8 @@ def coordinate(
         ready(wire.address, coordinator)
         while not ended():
             for source, message in post.receive(BEAT / 5):
-                coordinator.on_message(source, message, time.monotonic())
+                with suppress(*MALFORMED):
+                    coordinator.on_message(source, message, time.monotonic())
             now = time.monotonic()
             for who in gone():
                 coordinator.gone(who, now)

@@ -75,7 +75,7 @@ class Ledger(Machine):
         return {"oldest": self.oldest}
 
     def _agree(self, op: Operation) -> dict[str, Any]:
-        """How much work there is. Later calls may only add steps."""
+        """By which clock, and among how many, the work is done."""
         asked = Terms(**op.args)
         known = self.terms
         if known.parts and (asked.parts, asked.windows, asked.backup) != (
@@ -87,9 +87,8 @@ class Ledger(Machine):
                 f"workers disagree: one has {asked.parts} workers and clock {asked.windows}, the others "
                 f"{known.parts} and {known.windows}; start all with the same strategy and number of workers."
             )
-        asked.stop = max(asked.stop, known.stop)
         self.terms = asked
-        return {"stop": asked.stop, "oldest": self.oldest}
+        return {"oldest": self.oldest}
 
     def _claim(self, op: Operation) -> dict[str, Any]:
         """A part to work on. `applied`: a step whose parts went together, which all shards have applied."""
@@ -99,9 +98,10 @@ class Ledger(Machine):
         self.lost.discard(rank)
         if op.args["applied"] is not None and int(op.args["applied"]) == self.oldest:
             self._over(self.oldest, op.args["memo"])
-        found = self._find(rank)
+        stop = int(op.args["stop"])
+        found = self._find(rank, stop)
         if found is None:
-            return {"step": None, "end": self.oldest >= self.terms.stop}
+            return {"step": None, "end": self.oldest >= stop}
         step, part = found
         if part >= 0:
             self.steps.setdefault(step, Step()).claimed[part] = op.client
@@ -129,11 +129,12 @@ class Ledger(Machine):
         if together and self._complete(op.clock):
             return {"late": True}
         step.done[part] = Done(float(op.args["total"]), float(op.args["count"]), str(op.args["used"]))
+        complete = len(step.done) == self.terms.parts
         if not together:
             while self.oldest in self.steps and len(self.steps[self.oldest].done) == self.terms.parts:
                 del self.steps[self.oldest]
                 self.oldest += 1
-        return {"dup": False}
+        return {"dup": False, "complete": complete}
 
     def _lost(self, op: Operation) -> dict[str, Any]:
         """A worker has ended, or has been silent for too long."""
@@ -150,8 +151,8 @@ class Ledger(Machine):
             return Answer({"oldest": self.oldest, "memo": self.memo}) if self.ready else None
         if op.name == "turn":
             rank = self.ranks.get(op.client, -1)
-            over = self.oldest >= self.terms.stop
-            return Answer({}) if over or self._find(rank) is not None else None
+            stop = int(op.args["stop"])
+            return Answer({}) if self.oldest >= stop or self._find(rank, stop) is not None else None
         if op.name == "tally":
             return self._tally(op)
         if op.name == "status":
@@ -176,17 +177,18 @@ class Ledger(Machine):
             "oldest": self.oldest,
             "claimed": claimed,
             "workers": len(self.ranks) - len(self.lost),
+            "ids": [[worker, rank] for worker, rank in self.ranks.items() if rank not in self.lost],
             "staleness": [[ahead, count] for ahead, count in sorted(self.staleness.items())],
         }
 
     # How it decides.
 
-    def _find(self, rank: int) -> tuple[int, int] | None:
+    def _find(self, rank: int, stop: int) -> tuple[int, int] | None:
         """The next part for a worker; part -1: none is free, but a step needs somebody to finish it."""
         if not self.terms.parts or not self.ready:
             return None
         step = self.oldest
-        while step < self.terms.stop:
+        while step < stop:
             window, together = self.terms.at(step)
             if 0 <= window < step - self.oldest or (together and step > self.oldest):
                 return None

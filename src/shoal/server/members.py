@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.server.view import LEDGER, View
@@ -16,6 +17,8 @@ class Server:
     slot: int
     whole: set[int] = field(default_factory=set)
     epoch: int = 0
+    gone: bool = False
+    """Whether somebody has seen it end."""
     load: dict[str, float] = field(default_factory=dict)
 
 
@@ -41,6 +44,34 @@ class Terms:
     replicas: int
     patience: float
     """Seconds that a worker may hold a part before others get it."""
+
+
+def all_whole(view: View, known: Mapping[int, Server]) -> bool:
+    """Whether every shard is whole on as many servers as it should be, by what they said in this view."""
+    return bool(view.chains) and all(
+        len(chain) >= view.replicas
+        and all(s in known and known[s].epoch == view.epoch and shard in known[s].whole for s in chain)
+        for shard, chain in enumerate(view.chains)
+    )
+
+
+def can_do_without(who: int, view: View, known: Mapping[int, Server], since: float) -> bool:
+    """Whether all that a silent server holds is whole on others that were heard `since`: silence may lose nothing."""
+    others = {s: server for s, server in known.items() if s != who and server.heard >= since}
+    return all(
+        any(s in others and shard in others[s].whole for s in chain)
+        for shard, chain in enumerate(view.chains)
+        if who in chain
+    )
+
+
+def heads_without_state(view: View, known: Mapping[int, Server]) -> list[int]:
+    """Heads never get a state that they have not: they may have been left out by a view that is forgotten."""
+    return [
+        chain[0]
+        for shard, chain in enumerate(view.chains)
+        if chain[0] in known and known[chain[0]].epoch == view.epoch and shard not in known[chain[0]].whole
+    ]
 
 
 def lost_sentence(shard: int, view: View) -> str:

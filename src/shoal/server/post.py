@@ -41,8 +41,9 @@ class Post:
         self.wire = wire
         self.opened = Opened()
         self._addresses: dict[int, str] = {}
-        self._blind: set[int] = set()
-        """Who has not seen memory that we pointed to: gets bytes from then on."""
+        self._epoch = 0
+        self._blind: set[tuple[int, str]] = set()
+        """Who has not seen which memory that we pointed to: gets its bytes from then on."""
         self.shared_bytes = 0
         """What others read in memory instead of on the wire."""
 
@@ -54,7 +55,7 @@ class Post:
     def send(self, peer: int, message: Message) -> None:
         """Send, or not: nothing is promised."""
         if message.where is not None:
-            if same_host(self.wire.me, peer) and peer not in self._blind:
+            if same_host(self.wire.me, peer) and (peer, message.where.path) not in self._blind:
                 if message.tensor is not None:
                     self.shared_bytes += message.tensor.nbytes
                 message = replace(message, tensor=None)
@@ -70,19 +71,26 @@ class Post:
         found = []
         for source, message in self.wire.receive(timeout):
             if message.kind == Kind.UNSEEN:
-                self._blind.add(source)
+                self._blind.add((source, str(message.meta)))
             elif message.kind == Kind.VIEW:
-                self._meet(View.from_meta(message.meta))
+                try:
+                    self._meet(View.from_meta(message.meta))
+                except ValueError:
+                    continue
             if message.where is not None:
                 tensor = self.opened.tensor(message.where)
                 if tensor is None:
-                    self.wire.send(source, replace(message, kind=Kind.UNSEEN, where=None, meta=None))
+                    told = message.where.path
+                    self.wire.send(source, replace(message, kind=Kind.UNSEEN, where=None, meta=told))
                     continue
                 message = replace(message, tensor=tensor)
             found.append((source, message))
         return found
 
     def _meet(self, view: View) -> None:
+        if view.epoch <= self._epoch:
+            return  # an old view that comes late must not cut off those who have come since
+        self._epoch = view.epoch
         for peer, address in view.addresses.items():
             if peer != self.wire.me and self._addresses.get(peer) != address:
                 self.know(peer, address)

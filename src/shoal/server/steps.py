@@ -33,8 +33,6 @@ class Terms:
     """What the workers have agreed on: how much work there is, and by which clock."""
 
     parts: int = 0
-    stop: int = 0
-    """The step before which to stop."""
     windows: list[list[int]] = field(default_factory=list)
     """[from step, window, together]: the last that begins at or before a step holds for it; -1: no bound."""
     backup: int = 0

@@ -57,19 +57,19 @@ class Work:
         """How much work there is, and by which clock."""
         return (yield from self._call("agree", dict(terms)))
 
-    def claim(self, memo: Any = None) -> Conversation[Claim | None]:
-        """The next part to work on, as soon as the clock allows; None when all work is done.
+    def claim(self, stop: int, memo: Any = None) -> Conversation[Claim | None]:
+        """The next part to work on before step `stop`, as soon as the clock allows; None when there is no more.
 
         `memo`: what a worker should know that begins where this one stands.
         """
         while True:
-            found = yield from self._call("claim", {"applied": self._applied, "memo": memo})
+            found = yield from self._call("claim", {"applied": self._applied, "memo": memo, "stop": stop})
             if found["step"] is not None:
                 self.floor = int(found["floor"])
                 return Claim(int(found["step"]), int(found["part"]), found["memo"], self.floor)
             if found["end"]:
                 return None
-            yield from self._answer(self.client.ask(LEDGER, "turn"))
+            yield from self._answer(self.client.ask(LEDGER, "turn", {"stop": stop}))
 
     def stage(
         self, shard: int, claim: tuple[int, int], micro: int, tensor: torch.Tensor, where: Where | None = None

@@ -45,7 +45,8 @@ class Tide:
         self.network.run(seconds, until=lambda: self.history.finished >= self.shape.workers)
         if self.history.finished < self.shape.workers:
             raise AssertionError(f"seed {self.shape.seed}: the job hangs after {seconds} simulated seconds")
-        self.network.run(5.0)  # let copies catch up
+        self.network.run(0.5)
+        self.network.run(30.0, until=self._recovered)  # let copies catch up
         return self.history
 
     # Processes.

@@ -79,8 +79,8 @@ class SimulatedWorker:
                 yield from work.begin(0, None)
             yield from work.wait_ready()
         windows = [[0, shape.window, int(shape.together)]]
-        yield from work.agree({"parts": shape.workers, "stop": shape.steps, "windows": windows, "backup": 0})
-        while (claim := (yield from work.claim())) is not None:
+        yield from work.agree({"parts": shape.workers, "windows": windows, "backup": 0})
+        while (claim := (yield from work.claim(shape.steps))) is not None:
             self.tide.history.claims.append((claim.step, claim.floor))
             yield from self._step(claim)
 

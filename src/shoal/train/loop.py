@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -79,7 +79,8 @@ class Loop:
                     noted = self._note_servers(events, noted)
                 last = done or report.number == total
                 if self.checkpoints.due(report.number, last) and parts.exchange.saves:
-                    self.checkpoints.begin(f"step-{progress.step}", progress)
+                    at = replace(progress, step=report.number)
+                    self.checkpoints.begin(f"step-{report.number}", at)
                 yield report
             if events is not None:
                 self._note_servers(events, 0.0)

@@ -1,0 +1,135 @@
+"""What the coordinator, the ledger and the letter box do in the cases that are easy to get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.server.keys import JobKeys
+from shoal.server.ledger import Ledger
+from shoal.server.machine import Operation
+from shoal.server.message import Kind, Message
+from shoal.server.node import COORDINATOR
+from shoal.server.post import Post, new_id, same_host
+from shoal.server.view import View
+from shoal.server.wire import Wire
+from shoal.testing.scenario import Tide, check
+from shoal.testing.shape import Shape
+
+
+def ledger(parts: int = 2, window: int = 0) -> Ledger:
+    made = Ledger()
+    for rank in range(parts):
+        made.apply(Operation("join", args={"rank": rank, "model": None}, client=10 + rank))
+    made.apply(Operation("begin", args={"memo": None}))
+    windows = [[0, window, int(window == 0)]]
+    made.apply(Operation("agree", args={"parts": parts, "windows": windows, "backup": 0}))
+    return made
+
+
+def claim(machine: Ledger, rank: int, stop: int, applied: int | None = None) -> dict[str, Any]:
+    args = {"applied": applied, "memo": None, "stop": stop}
+    found: dict[str, Any] = machine.apply(Operation("claim", args=args, client=10 + rank)).value
+    return found
+
+
+def done(machine: Ledger, step: int, rank: int) -> dict[str, Any]:
+    args = {"part": rank, "total": 1.0, "count": 1.0, "used": "1"}
+    found: dict[str, Any] = machine.apply(Operation("done", step, args, client=10 + rank)).value
+    return found
+
+
+def test_a_loop_ends_where_it_should_though_others_are_in_a_longer_one() -> None:
+    machine = ledger()
+    for rank in (0, 1):
+        assert claim(machine, rank, stop=1)["step"] == 0
+        done(machine, 0, rank)
+    assert claim(machine, 0, stop=5, applied=0)["step"] == 1
+    late = claim(machine, 1, stop=1, applied=0)
+    assert late["step"] is None
+    assert late["end"]
+
+
+def test_exactly_one_completes_a_step() -> None:
+    machine = ledger(window=3)
+    for rank in (0, 1):
+        claim(machine, rank, stop=4)
+    assert [done(machine, 0, rank)["complete"] for rank in (1, 0)] == [False, True]
+
+
+def test_a_worker_that_leaves_holds_nobody_up() -> None:
+    tide = Tide(Shape(seed=3, workers=3, steps=30, server_kills=0))
+    tide.network.run(1.0)
+    leaver = tide.workers[1]
+    leaver.finished = True
+    tide.network.start(leaver.me, lambda send: _Silent(send, leaver.me))
+    tide.history.finished += 1
+    tide.run()
+    check(tide)
+
+
+class _Silent:
+    """Says goodbye, and nothing more."""
+
+    def __init__(self, send: Any, me: int) -> None:
+        self._send, self._me, self._said = send, me, False
+
+    def on_message(self, *_: object) -> None:
+        return
+
+    def on_time(self, *_: object) -> None:
+        if not self._said:
+            self._said = True
+            self._send(COORDINATOR, Message(Kind.BYE, client=self._me))
+
+
+def test_servers_that_are_all_silent_for_a_while_lose_nothing() -> None:
+    tide = Tide(Shape(seed=4, workers=2, steps=30, server_kills=0))
+    tide.network.run(0.8)
+    for server in list(tide.nodes):
+        tide.network.stop(server, 6.0)
+    tide.run()
+    check(tide)
+    assert tide.coordinator is not None
+    assert not tide.coordinator.view.failed
+
+
+def test_a_worker_lost_while_there_is_no_coordinator_is_missed_by_the_next() -> None:
+    tide = Tide(Shape(seed=6, workers=3, steps=30, server_kills=0))
+    tide.network.run(0.8)
+    tide.network.kill(COORDINATOR)
+    tide.network.kill(tide.workers[2].me)
+    tide.history.finished += 1
+    tide.network.after(0.3, tide._start_coordinator)
+    tide.run()
+    check(tide)
+
+
+def test_a_coordinator_that_is_replaced_at_once_while_shards_move() -> None:
+    for seed in range(40):
+        tide = Tide(Shape(seed=seed, servers=3, workers=2, shards=3, steps=60, server_kills=0))
+        tide.network.after(0.5, tide._make_busy)
+        for at in (4.9, 5.2, 10.1):
+
+            def swap(tide: Tide = tide) -> None:
+                tide.network.kill(COORDINATOR)
+                tide._start_coordinator()
+
+            tide.network.after(at, swap)
+        tide.run()
+        check(tide)
+
+
+def test_an_old_view_that_comes_late_cuts_nobody_off() -> None:
+    keys = JobKeys.make()
+    with Wire(new_id(), keys) as server, Wire(new_id(), keys, listen=None) as mine:
+        post = Post(mine)
+        new = View(epoch=3, addresses={server.me: server.address})
+        post._meet(new)
+        post._meet(View(epoch=2, addresses={}))
+        assert mine.send(server.me, Message(Kind.ASK))
+
+
+def test_processes_of_a_host_know_each_other() -> None:
+    assert same_host(new_id(), new_id())
+    assert not same_host(new_id("one"), new_id("other"))
+    assert not same_host(new_id(), COORDINATOR)
