@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ServerRefused
 from shoal.exchange.base import BucketOptions, Setup, Tally, sum_of_squares
 from shoal.exchange.outgoing import Outgoing, Sent
 from shoal.exchange.ps_options import PsOptions
@@ -56,10 +56,6 @@ class Ps(ServedState):
     tables: Tables
 
     def __init__(self, setup: Setup, options: PsOptions) -> None:
-        if setup.model_world.size > 1:
-            raise ConfigError(
-                "ps takes whole models; leave tpN and ppN out, or use ddp, zero1, zero2 or zero3."
-            )
         self._options, self._who, self._recorded = options, setup.world, setup.recorded
         self._micro = 0
         self._fresh = -1
@@ -97,7 +93,11 @@ class Ps(ServedState):
         self._served = Served(self.link, self.shards, self.vectors)
         tables.connect(ToServers(self.link, self._work), self._turn)
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
-        joined = self.link.run(self._work.join(model + tables.signature()))
+        try:
+            joined = self.link.run(self._work.join(model + tables.signature()))
+        except ServerRefused:
+            self.link.close()  # others must not wait for this worker
+            raise
         self.begins = self._tier.unit == 0 and not joined["ready"]
 
     # Where things lie.
