@@ -143,6 +143,8 @@ class Coordinator:
         if source not in self.servers:
             self.servers[source] = Server(str(told["address"]), now, int(told["slot"]))
             self._dirty = True
+        if known.epoch == self.view.epoch:
+            self._send(source, Message(Kind.ALIVE, known.epoch))
         server = self.servers[source]
         server.heard, server.epoch, server.load = now, known.epoch, dict(told["load"])
         whole = {int(shard) for shard in told["whole"]}

@@ -19,6 +19,10 @@ BEAT = 0.1
 _EARLY = 256
 """Messages of a view that has not come yet are kept: so many, the newest."""
 
+LEASE = 5.0
+"""Seconds after its last word from the coordinator for which a server answers questions. A coordinator that hears
+nothing of it goes on without it, but not before twice that time: so nobody reads what the others have left behind."""
+
 MakeMachine = Callable[[str], Machine]
 
 
@@ -28,8 +32,17 @@ class Node:
     `slot` is the place among the servers that it was started for, -1 if it takes whichever is free.
     """
 
-    def __init__(self, me: int, address: str, make_machine: MakeMachine, send: Send, slot: int = -1) -> None:
+    def __init__(
+        self,
+        me: int,
+        address: str,
+        make_machine: MakeMachine,
+        send: Send,
+        slot: int = -1,
+        lease: float = LEASE,
+    ) -> None:
         self.me, self.address, self.slot = me, address, slot
+        self._lease, self._heard = lease, -1e9
         self._make, self._send = make_machine, send
         self.view = View()
         self.chains: dict[int, Chain] = {}
@@ -40,6 +53,12 @@ class Node:
 
     def on_message(self, source: int, message: Message, now: float) -> None:
         """Whatever comes in, from whomever."""
+        if source == COORDINATOR:
+            self._heard = now
+            if message.kind == Kind.ALIVE:
+                return
+        if message.kind == Kind.ASK and now - self._heard > self._lease:
+            return  # it will be asked again, here or elsewhere
         if message.kind == Kind.VIEW:
             self._take_view(View.from_meta(message.meta), now)
             return

@@ -65,7 +65,7 @@ class Tide:
     def _start_server(self, slot: int) -> None:
         me = self._id()
         self.nodes[me] = self.network.start(
-            me, lambda send: Node(me, f"sim://{me}", self._machine, send, slot)
+            me, lambda send: Node(me, f"sim://{me}", self._machine, send, slot, SILENCE / 2)
         )
 
     def _machine(self, kind: str) -> Machine:
