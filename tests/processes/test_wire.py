@@ -35,7 +35,7 @@ SERVER, WORKER = 1, 256
 
 
 def hello(number: int = 0) -> Message:
-    return Message(Kind.HELLO, seq=number, meta={"text": "here I am"})
+    return Message(Kind.ALIVE, seq=number, meta={"text": "here I am"})
 
 
 def gather(
@@ -300,7 +300,7 @@ def test_a_killed_process_is_survived(keys: JobKeys, tmp_path: Path) -> None:
         "from shoal.server.keys import JobKeys; from shoal.server.wire import Wire\n"
         "from shoal.server.message import Kind, Message\n"
         "wire = Wire(2, JobKeys.read(Path(sys.argv[1])), None); wire.connect(1, sys.argv[2])\n"
-        "wire.send(1, Message(Kind.HELLO)); wire.receive(60)\n"
+        "wire.send(1, Message(Kind.ALIVE)); wire.receive(60)\n"
         "wire.send(1, Message(Kind.CALL, tensor=torch.zeros(1 << 27))); wire.receive(60)\n"
     )
     with Wire(SERVER, keys) as server:

@@ -88,10 +88,6 @@ class Client:
         self._put(request)
         return request
 
-    def forget(self, request: Request) -> None:
-        """Nobody waits for this question any more."""
-        self._asks.pop((request.shard, request.seq), None)
-
     def on_message(self, message: Message, now: float) -> None:
         """An answer, or a new view."""
         self.now = now
@@ -144,11 +140,18 @@ class Client:
             return
         request.sent = self.now
         target = self.view.head(request.shard) if request.kind == Kind.CALL else self.view.tail(request.shard)
-        meta = [request.name, request.args]
         message = Message(
-            request.kind, self.view.epoch, request.shard, self.me, request.seq, 0, request.clock
+            request.kind,
+            self.view.epoch,
+            request.shard,
+            self.me,
+            request.seq,
+            clock=request.clock,
+            meta=[request.name, request.args],
+            tensor=request.tensor,
+            where=request.where,
         )
-        self._send(target, _with(message, meta, request.tensor, request.where))
+        self._send(target, message)
 
     def _take_reply(self, message: Message) -> None:
         request = self._asks.pop((message.shard, message.seq), None)
@@ -166,18 +169,3 @@ class Client:
         request.done = True
         if request.then is not None:
             request.then(request)
-
-
-def _with(message: Message, meta: Any, tensor: torch.Tensor | None, where: Where | None) -> Message:
-    return Message(
-        message.kind,
-        message.epoch,
-        message.shard,
-        message.client,
-        message.seq,
-        message.place,
-        message.clock,
-        meta,
-        tensor,
-        where,
-    )

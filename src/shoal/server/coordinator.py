@@ -68,7 +68,7 @@ class Coordinator:
         """A sign of life, or an answer of the ledger."""
         if message.kind == Kind.REPLY:
             self._client.on_message(message, now)
-        elif message.kind in (Kind.HELLO, Kind.ALIVE, Kind.READY):
+        elif message.kind in (Kind.ALIVE, Kind.READY):
             told = message.meta
             if told["role"] == "server":
                 self._hear_server(source, told, now)

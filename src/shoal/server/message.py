@@ -3,7 +3,7 @@
 client            CALL to the head of a shard's chain: change something. ASK its tail: read something.
 server            REPLY. FORWARD an operation to the next in the chain, COMMIT back what the last one holds,
                   SNAPSHOT to one that joins. UNSEEN: memory that a message pointed to cannot be opened here.
-coordinator       VIEW to everybody: who serves which shard. Servers and workers send it HELLO, then ALIVE;
+coordinator       VIEW to everybody: who serves which shard. Servers and workers send it ALIVE;
                   a server says READY when it holds a shard whole.
 """
 
@@ -26,7 +26,6 @@ class Kind(enum.IntEnum):
     COMMIT = 5
     SNAPSHOT = 6
     UNSEEN = 7
-    HELLO = 8
     ALIVE = 9
     VIEW = 10
     READY = 11

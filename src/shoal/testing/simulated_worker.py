@@ -118,7 +118,6 @@ class SimulatedWorker:
             "settings": [{"lr": 1.0}],
             "used": None,
             "share": 1.0,
-            "whole": shape.together,
             "floor": self.work.floor,
         }
         requests = []
