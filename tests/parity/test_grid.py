@@ -22,7 +22,7 @@ from shoal.testing.toys import Toy
 from shoal.world.world import World
 
 MODELS: dict[str, Toy] = {**TOYS, **HUB}
-SHARED = [name for name in EXCHANGES if name != "solo"]
+SHARED = [name for name in EXCHANGES if name != "solo" and not EXCHANGES[name].whole_models]
 STEPS = 10
 LIMIT = 1e-10
 REFUSED = {

@@ -47,7 +47,7 @@ REFUSED = [
         "zero3(replicas=3) puts 4 workers into 3 equal groups, which cannot be done; use replicas=1",
     ),
     ("solo", 2, "solo is one process alone; you have 2 workers. Use --workers 1, or ddp."),
-    ("ps * tp2", 2, "servers hold whole models; leave tpN and ppN out, or use ddp."),
+    ("ps * tp2", 2, "ps keeps models whole; leave tpN and ppN out, or use ddp."),
     ("ps(replicas=3)", 2, "ps(replicas=3): 3 replicas need as many servers, and there are 2; use servers=3"),
     (
         "ps(asp, aggregate=median)",

@@ -113,6 +113,8 @@ class Exchange(ABC):
     """True if parameters themselves are cut over the data axis, so that it needs the mesh in torch's own form."""
     whole_updates: ClassVar[bool] = False
     """True if every worker updates all parameters that it holds."""
+    whole_models: ClassVar[bool] = False
+    """True if a worker holds a whole model, which neither tensor parallel nor a pipeline has cut."""
     apart: ClassVar[bool] = False
     """True if workers meet at servers only: they run no collective, and each may be at another step."""
     keeps_rows: ClassVar[bool] = False

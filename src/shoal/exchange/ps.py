@@ -51,6 +51,7 @@ class Ps(ServedState):
     summary = "servers hold the parameters and run the optimizer; its clock says how exact"
     Options = PsOptions  # type: ignore[assignment]
     whole_updates = True
+    whole_models = True
     apart = True
     keeps_rows = True
     tables: Tables

@@ -116,6 +116,14 @@ def tensor_options(plan: Plan) -> TensorOptions:
     return TensorOptions() if plan.tensor is None else fill_options(plan.tensor, TensorOptions)
 
 
+def _models_are_whole(plan: Plan, workers: int) -> str | None:
+    del workers
+    whole = exchange.TABLE.look_up(plan.exchange.name).whole_models
+    if whole and (plan.tensor is not None or plan.pipeline is not None):
+        return f"{plan}: {plan.exchange.name} keeps models whole; leave tpN and ppN out, or use ddp."
+    return None
+
+
 def _server_options_fit(plan: Plan, workers: int) -> str | None:
     options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
     if not isinstance(options, PsOptions):
@@ -123,8 +131,6 @@ def _server_options_fit(plan: Plan, workers: int) -> str | None:
     clocks = [made for _, made in make_clocks(options.clock, options.ssp, options.then, options.after)]
     chosen = make_aggregate(options.aggregate)
     alone = [type(made).__name__.lower() for made in clocks if not made.together]
-    if plan.tensor is not None or plan.pipeline is not None:
-        return f"{plan}: servers hold whole models; leave tpN and ppN out, or use ddp."
     if options.servers < 1 or not 1 <= options.copies <= options.servers:
         return (
             f"{plan.exchange}: {options.copies} replicas need as many servers, and there are {options.servers}; "
@@ -153,5 +159,6 @@ RULES: tuple[Rule, ...] = (
     _solo_is_alone,
     _schedule_fits,
     _replicas_divide,
+    _models_are_whole,
     _server_options_fit,
 )

@@ -50,6 +50,8 @@ class Coordinator:
         self._base = generation << GENERATION_BITS
         self.servers: dict[int, Server] = {}
         self.workers: dict[int, Worker] = {}
+        self.met: set[int] = set()
+        """Every worker that has ever spoken."""
         self.view = View()
         self.terms: Terms | None = None
         # Whoever takes over waits for those who know more; the first of all has nothing to learn.
@@ -158,6 +160,7 @@ class Coordinator:
                 self._learning_until = now  # all have reported
 
     def _hear_worker(self, source: int, message: Message, told: dict[str, Any], now: float) -> None:
+        self.met.add(source)
         worker = self.workers.setdefault(source, Worker(now, int(told["rank"])))
         worker.heard, worker.held = now, float(told["held"])
         if worker.held == 0.0:

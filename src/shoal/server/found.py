@@ -47,7 +47,7 @@ def find_servers(
         return Found(f"tcp://{at}", JobKeys.read(Path(keys).expanduser()))
     if world.launcher:
         return ask_launcher(world.launcher, asked)
-    return _threads(world, servers)
+    return _threads(world, servers, world.size if replaceable else 1)
 
 
 def ask_launcher(path: str, asked: dict[str, int]) -> Found:
@@ -68,7 +68,7 @@ def ask_launcher(path: str, asked: dict[str, int]) -> Found:
     return Found(found["address"], JobKeys.from_text(found["keys"], "the launcher's answer"))
 
 
-def _threads(world: World, servers: int) -> Found:
+def _threads(world: World, servers: int, workers: int) -> Found:
     if world.size == 1:
         keys = JobKeys.make()  # other users of this host can reach loopback too
         started = Threads(servers, keys)
@@ -85,6 +85,6 @@ def _threads(world: World, servers: int) -> Found:
         address, text = json.loads(store.get(f"shoal/ps/at/{turn}"))
         return Found(address, JobKeys.from_text(text, "the first worker's answer"))
     keys = JobKeys.make()
-    started = Threads(servers, keys)
+    started = Threads(servers, keys, workers=workers)
     store.set(f"shoal/ps/at/{turn}", json.dumps([started.address, keys.to_text()]))
     return Found(started.address, keys, started.close)

@@ -20,6 +20,8 @@ from shoal.server.post import Post, new_id
 from shoal.server.rows import Rows
 from shoal.server.wire import LOOPBACK, Wire
 
+LATE_SECONDS = 10.0
+"""How much later than the first, which is done already, another worker may come."""
 MACHINES: dict[str, Callable[[], Machine]] = {"ledger": Ledger, "dense": Dense, "rows": Rows}
 
 
@@ -87,9 +89,10 @@ def coordinate(
 
 
 class Threads:
-    """A coordinator and servers as threads of this process: where no launcher has started any."""
+    """A coordinator and servers as threads of this process, for so many workers: where no launcher started any."""
 
-    def __init__(self, servers: int, keys: JobKeys | None, listen: str = LOOPBACK) -> None:
+    def __init__(self, servers: int, keys: JobKeys | None, listen: str = LOOPBACK, workers: int = 1) -> None:
+        self._expected = workers
         self._ended = threading.Event()
         self._keys, self._threads = keys, list[threading.Thread]()
         self.address = ""
@@ -112,11 +115,17 @@ class Threads:
 
     def close(self) -> None:
         """End them all, when the workers have said goodbye: they need the servers to their own end."""
-        while self._coordinator is not None and self._coordinator.workers and self._threads[0].is_alive():
+        late = time.monotonic() + LATE_SECONDS
+        while self._threads[0].is_alive() and self._needed(time.monotonic() < late):
             time.sleep(0.01)
         self._ended.set()
         for thread in self._threads:
             thread.join(5.0)
+
+    def _needed(self, hoping: bool) -> bool:
+        """Whether a worker is here, or has not come yet and still may."""
+        told = self._coordinator
+        return told is not None and (bool(told.workers) or (hoping and len(told.met) < self._expected))
 
     def _start(self, loop: Callable[[], None]) -> None:
         thread = threading.Thread(target=loop, name=f"shoal-server-{os.getpid()}", daemon=True)
