@@ -50,8 +50,7 @@ class Coordinator:
         self._base = generation << GENERATION_BITS
         self.servers: dict[int, Server] = {}
         self.workers: dict[int, Worker] = {}
-        self.met: set[int] = set()
-        """Every worker that has ever spoken."""
+        self.met: set[int] = set()  # every worker that has ever spoken
         self.view = View()
         self.terms: Terms | None = None
         # Whoever takes over waits for those who know more; the first of all has nothing to learn.
@@ -94,8 +93,7 @@ class Coordinator:
         if self._learning_until == math.inf:
             self._learning_until = now + min(self._silence, _LOOK_AROUND)
         if self._learning_until is not None and now >= self._learning_until:
-            self._learning_until = None
-            self._dirty = True
+            self._learning_until, self._dirty = None, True
         for who, server in list(self.servers.items()):
             silent = now - server.heard > self._silence
             if server.gone or (silent and can_do_without(who, self.view, self.servers, now - self._silence)):
@@ -295,9 +293,8 @@ class Coordinator:
         for server, known in self.servers.items():
             if everybody or known.epoch != self.view.epoch:
                 self._send(server, self._as_message())
-        if everybody:
-            for worker in self.workers:
-                self._send(worker, self._as_message())
+        for worker in self.workers if everybody else ():
+            self._send(worker, self._as_message())
 
     def _as_message(self) -> Message:
         return Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta())
