@@ -4,6 +4,8 @@
     scripts/bench server step                   a training step beside `ddp` and beside compute alone
     scripts/bench server push                   gradients there and values back, beside torch RPC and Ray (push.py)
     scripts/bench server stragglers             slow workers under bsp, ssp and asp (stragglers.py)
+    scripts/bench server fetch                  values that come during the next forward pass (fetch.py)
+    scripts/bench server pause                  how long `kill -9` of a server holds up the work (pause.py)
 
 Servers and coordinator are processes of their own. Contestants take turns step by step in the same processes, and a
 ratio is the median of the ratios of the turns: load from elsewhere then meets both alike. `work` is what all cores
@@ -167,21 +169,23 @@ def step(turns: int) -> int:
 
 
 def main() -> None:
+    import fetch
+    import pause
     import push
     import stragglers
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sections = {"step": step, "push": push.measure, "stragglers": stragglers.measure}
+    sections = {"step": step, "push": push.measure, "stragglers": stragglers.measure, "fetch": fetch.measure, "pause": pause.measure}
     parser.add_argument(
-        "sections", nargs="*", metavar="section", help="step, push, stragglers; all if none is named"
+        "sections", nargs="*", metavar="section", help=f"{', '.join(sections)}; all if none is named"
     )
     parser.add_argument("--turns", type=int, default=0, help="how often each contestant has its turn")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(sections):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
-    usual = {"step": 16, "push": 20, "stragglers": 2}
+    usual = {"step": 16, "push": 20, "stragglers": 2, "fetch": 12, "pause": 5}
     missed = sum(sections[name](args.turns or usual[name]) for name in args.sections or sections)
     sys.exit(1 if missed else 0)
 

@@ -21,13 +21,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("table", "lazily", "optimizer", "embedding"),
     ("config",),
     ("world",),
-    ("compress", "report", "partition", "clock", "aggregate"),
+    ("compress", "report", "partition", "clock", "aggregate", "balance"),
     ("data", "tensor", "pipeline", "server"),
     ("exchange",),
     ("checkpoint",),
     ("plan",),
     ("train",),
     ("cluster", "testing"),
+    ("bench",),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""

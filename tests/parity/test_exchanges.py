@@ -10,9 +10,10 @@ from shoal.exchange.flat import FlatExchange
 from shoal.testing.parity import Trace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
+from shoal.types import Promise
 from shoal.world.world import World
 
-SHARED_BY = [name for name in EXCHANGES if name != "solo"]
+SHARED_BY = [name for name, kind in EXCHANGES.items() if name != "solo" and kind.promise is Promise.EXACT]
 
 
 def run_all_toys(world: World, strategy: str) -> dict[str, Trace]:

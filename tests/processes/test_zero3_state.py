@@ -11,7 +11,8 @@ from shoal import seeds
 from shoal.config import fill_options
 from shoal.errors import ConfigError
 from shoal.exchange import make_exchange
-from shoal.exchange.base import Exchange, Setup, Tally
+from shoal.exchange.base import Exchange, Tally
+from shoal.exchange.setup import Setup
 from shoal.exchange.units import UnitOptions
 from shoal.exchange.zero3 import Zero3
 from shoal.testing.parity import give_parameters

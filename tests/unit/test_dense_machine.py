@@ -314,7 +314,17 @@ def test_version_and_shared_memory() -> None:
     assert during == [version - 1, version - 1]
     assert version == int(word[0]) == found.value["version"] + 2
     assert torch.equal(seen, values(made)), "values change where they are"
-    again = init_args([[0, 4, 0]])
+    opened.close()
+
+
+def test_first_values_may_come_again_until_training_begins() -> None:
+    made, again, opened = machine(), init_args([[0, 4, 0]]), Opened()
+    where = ask(made, "values").where
+    assert where is not None
+    seen, word = opened.tensor(where), opened.tensor(type(where)(where.path, 0, 1, torch.int64))
+    assert seen is not None
+    assert word is not None
+    version = int(word[0])
     made.apply(Operation("init", 0, again, numbers(4)))
     assert torch.equal(seen, numbers(4)), "memory that fits is kept"
     assert int(word[0]) == version + 2
@@ -322,6 +332,21 @@ def test_version_and_shared_memory() -> None:
     assert int(word[0]) % 2 == 1, "whoever still looks at the old memory sees that it is none"
     assert ask(made, "values").value["version"] == version + 4
     opened.close()
+
+
+def test_first_values_that_come_late_change_nothing() -> None:
+    made = machine()
+    stage(made, 0, 0, numbers(1))
+    entry = {"key": "exp_avg", "each": True, "pieces": [0], "values": None, "dtype": "float32"}
+    for trained in (False, True):
+        if trained:
+            act(made, 0, [0])
+        value, tensor = made.snapshot()
+        assert made.apply(Operation("init", 0, init_args(), numbers(5))).value["dup"]
+        assert not made.apply(Operation("state", 0, entry, numbers(6))).value["kept"]
+        after, bytes_after = made.snapshot()
+        assert after == value
+        assert torch.equal(bytes_after, tensor)
 
 
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +383,6 @@ def test_state_goes_to_another_shard(kind: str) -> None:
 
 def test_state_that_does_not_belong() -> None:
     made = machine("adamw")
-    stage(made, 0, 0, numbers(1))
     foreign = {"key": "momentum_buffer", "each": True, "pieces": [0], "values": None}
     before = state(made)
     assert not made.apply(Operation("state", 0, foreign, numbers(1))).value["kept"]
@@ -366,6 +390,7 @@ def test_state_that_does_not_belong() -> None:
     with pytest.raises(Refused, match="keeps one number a piece as 'step'"):
         made.apply(Operation("state", 0, {**foreign, "key": "step"}, numbers(1)))
     made.apply(Operation("state", 0, {**foreign, "key": "exp_avg"}, numbers(1)))
+    stage(made, 0, 0, numbers(1))
     before = state(made)
     with pytest.raises(
         Refused, match="piece 0 has exp_avg of AdamW's state and lacks exp_avg_sq, step; load all"

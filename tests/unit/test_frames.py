@@ -219,7 +219,7 @@ def test_what_nobody_would_take_is_not_sent(message: Message) -> None:
         (header(version=2), "version 2"),
         (header(kind=0), "kind 0"),
         (header(kind=200), "kind 200"),
-        (header(codec=1), "codec 1"),
+        (header(codec=2), "codec 2"),
         (header(flags=1), "flags 1"),
         (header(dtype=0), "3 frames with dtype 0"),
         (header(dtype=99), "dtype 99"),

@@ -308,6 +308,16 @@ def test_reads_wait_for_steps() -> None:
     assert late.answer(Operation("rows", 100, {"applied": 100}, torch.tensor([4]))) is not None
 
 
+def test_an_init_that_comes_late_changes_nothing() -> None:
+    machine = made()
+    machine.apply(Operation("init", 0, machine.snapshot()[0]["terms"]))
+    train(machine, 0, [4])
+    value, before = machine.snapshot()
+    machine.apply(Operation("init", 0, value["terms"]))
+    assert machine.snapshot()[0] == value
+    assert torch.equal(machine.snapshot()[1], before)
+
+
 def test_the_gradient_can_be_looked_at() -> None:
     machine = made()
     stage(machine, 0, 0, [4, 9])

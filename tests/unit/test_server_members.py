@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
 from shoal.server.machine import Operation
 from shoal.server.message import Kind, Message
 from shoal.server.node import COORDINATOR
 from shoal.server.post import Post, new_id, same_host
+from shoal.server.slabs import Slab
 from shoal.server.view import View
 from shoal.server.wire import Wire
 from shoal.testing.scenario import Tide, check
@@ -129,7 +135,57 @@ def test_an_old_view_that_comes_late_cuts_nobody_off() -> None:
         assert mine.send(server.me, Message(Kind.ASK))
 
 
+def test_who_cannot_see_an_answer_asks_again_at_once_and_gets_bytes() -> None:
+    keys, me, slab = JobKeys.make(), new_id(), Slab(64)
+    with Wire(new_id(), keys) as there, Wire(me, keys, listen=None) as here:
+        server, worker = Post(there), Post(here)
+        worker.know(there.me, there.address)
+        client = Client(me, worker.send)
+        client.change_view(View(epoch=1, chains=((there.me,),), addresses={there.me: there.address}), 0.0)
+        slab.tensor(torch.float32, 0, 4).fill_(3.0)
+        worker.opened.tensor = lambda _: None  # type: ignore[method-assign]
+        request, questions = client.ask(0, "values"), 0
+        end = time.monotonic() + 10
+        while not request.done and time.monotonic() < end:
+            for source, message in server.receive(0.05):
+                if message.kind == Kind.ASK:
+                    questions += 1
+                    tensor, where = slab.tensor(torch.float32, 0, 4), slab.where(torch.float32, 0, 4)
+                    reply = Message(Kind.REPLY, 1, 0, me, message.seq, meta=[0, None])
+                    server.send(source, replace(reply, tensor=tensor, where=where))
+            for _, message in worker.receive(0.05):
+                if message.kind == Kind.UNSEEN:
+                    client.send_again(message.shard, message.seq)
+                else:
+                    client.on_message(message, 0.0)  # by this clock, nothing is ever late
+        assert questions == 2
+        assert request.answer is not None
+        assert request.answer.tensor is not None
+        assert request.answer.tensor.tolist() == [3.0] * 4
+    slab.close()
+
+
 def test_processes_of_a_host_know_each_other() -> None:
     assert same_host(new_id(), new_id())
     assert not same_host(new_id("one"), new_id("other"))
     assert not same_host(new_id(), COORDINATOR)
+
+
+def test_what_is_on_its_way_is_not_sent_again_before_it_can_be_there() -> None:
+    sent: list[tuple[float, int]] = []
+    client = Client(9, lambda _, message: sent.append((client.now, message.seq)), near=lambda server: server == 1)
+    client.change_view(View(epoch=1, chains=((1,), (2,), (2,)), addresses={1: "", 2: ""}), 0.0)
+    large = torch.zeros(int(SLOWEST) // 4)  # takes a second
+    for shard in (1, 2):
+        client.call(shard, "stage", tensor=large)
+    client.call(0, "stage", tensor=large)  # goes by memory
+    client.ask(2, "values", expects=large.nbytes)
+    for tenth in range(60):
+        client.on_time(tenth / 10)
+    again = {seq: next(at for at, other in sent[4:] if other == seq) for seq in (1, 2, 3, 4)}
+    assert again[3] <= RETRY + 0.2
+    assert again[1] >= RETRY + 1.0
+    assert again[2] >= RETRY + 2.0
+    assert again[4] >= RETRY_ASK + 3.0
+    small = client.call(0, "done")
+    assert small.weight == 0

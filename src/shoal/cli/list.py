@@ -79,6 +79,7 @@ def _draw(schedule: str, stages: int, microbatches: int) -> None:
 def _slots() -> dict[str, Table[Any]]:
     from shoal import (
         aggregate,
+        balance,
         clock,
         compress,
         exchange,
@@ -92,6 +93,7 @@ def _slots() -> dict[str, Table[Any]]:
         "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
         "partition": partition.TABLE,
+        "balance": balance.TABLE,
         "clock": clock.TABLE,
         "aggregate": aggregate.TABLE,
         "precision": precision.TABLE,

@@ -14,15 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from shoal.cluster.worker import die_with, leave_parent
+from shoal.cluster.worker import AGAIN_SECONDS, AGAIN_TIMES, die_with, leave_parent
 from shoal.errors import ConfigError
 from shoal.server.host import coordinate, serve
 from shoal.server.keys import JobKeys
 from shoal.server.post import new_id
 from shoal.server.wire import LOOPBACK
-
-AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
-"""So many that failed by themselves within so many seconds are no accident: then nothing is started again."""
 
 _PR_SET_NAME = 15
 
@@ -49,6 +46,8 @@ class Attendants:
         self._generation = generation
         self._pids: dict[int, tuple[str, int, int]] = {}
         """Process -> where it listens, its slot, its number in the job, which for the coordinator is 0."""
+        self._watched: dict[int, int] = {}
+        """Process -> the descriptor that tells of its end."""
         self._to_coordinator = -1
         self._ends: list[float] = []
         self._ended = False
@@ -107,8 +106,11 @@ class Attendants:
             os.kill(pid, signal.SIGKILL)  # they keep nothing that outlives the job
         for pid in self._pids:
             os.waitpid(pid, 0)
+            self._unwatch(pid)
+        self._pids.clear()
         for descriptor in self.descriptors:
             os.close(descriptor)
+        self._to_coordinator = -1
 
     def _fork(self, listen: str, slot: int, me: int, run: Callable[[], None]) -> None:
         parent = os.getpid()
@@ -133,12 +135,18 @@ class Attendants:
             finally:
                 os._exit(1)  # never back into the parent's code
         self._pids[pid] = (listen, slot, me)
-        descriptor = os.pidfd_open(pid)
-        self._watch(descriptor, lambda: self._reap(pid, descriptor))
+        self._watched[pid] = os.pidfd_open(pid)
+        self._watch(self._watched[pid], lambda: self._reap(pid))
 
-    def _reap(self, pid: int, descriptor: int) -> None:
+    def _unwatch(self, pid: int) -> None:
+        descriptor = self._watched.pop(pid)
         self._forget(descriptor)
         os.close(descriptor)
+
+    def _reap(self, pid: int) -> None:
+        if pid not in self._pids:
+            return  # it was ended meanwhile
+        self._unwatch(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         listen, slot, me = self._pids.pop(pid)
         now = time.monotonic()

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from shoal.cluster.desk import Desk
 
 
-AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
-"""A worker that was started so often within so many seconds is not started again: that is no accident."""
-
-
 @dataclass(frozen=True)
 class Job:
     """A script and how many workers run it."""
@@ -230,8 +226,8 @@ class Starts:
         if self.desk is None or not self.desk.replaces:
             return False
         self.desk.worker_ended(rank)
-        recent = [at for at in self.times[rank] if time.monotonic() - at < AGAIN_SECONDS]
-        if len(recent) >= AGAIN_TIMES:
+        recent = [at for at in self.times[rank] if time.monotonic() - at < worker.AGAIN_SECONDS]
+        if len(recent) >= worker.AGAIN_TIMES:
             return False
         print(f"shoal: worker {rank} was killed; another takes its place.", file=sys.stderr)
         self.start(rank - self.job.host * self.job.workers)

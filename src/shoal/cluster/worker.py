@@ -29,6 +29,8 @@ from typing import NoReturn, TextIO
 from shoal.cluster import report
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
+"""What was started again so often within so many seconds is not started once more: that is no accident."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -1,8 +1,41 @@
-"""Slot: what goes on the wire. `none` sends gradients as they are."""
+"""Slot: what goes on the wire. One file a choice; this table is the list of them."""
 
 from __future__ import annotations
 
+from shoal.compress.auto import Auto
+from shoal.compress.base import Compressor
+from shoal.compress.bf16 import Bf16
+from shoal.compress.fp16 import Fp16
+from shoal.compress.int8 import Int8
 from shoal.compress.none import Uncompressed
+from shoal.compress.powersgd import PowerSgd
+from shoal.compress.randomk import RandomK
+from shoal.compress.sign import Sign
+from shoal.compress.topk import TopK
+from shoal.config import fill_options
 from shoal.table import Table
+from shoal.types import Call
 
-TABLE: Table[type[Uncompressed]] = Table("compressor", {"none": Uncompressed})
+TABLE: Table[type[Compressor]] = Table(
+    "compressor",
+    {
+        "none": Uncompressed,
+        "fp16": Fp16,
+        "bf16": Bf16,
+        "int8": Int8,
+        "sign": Sign,
+        "topk": TopK,
+        "randomk": RandomK,
+        "powersgd": PowerSgd,
+        "auto": Auto,
+    },
+)
+
+
+def make_compressor(call: Call) -> Compressor:
+    """The compressor that a call names, with its options.
+
+    >>> make_compressor(Call("topk", args=(0.05,)))
+    TopK(ratio=0.05, feedback=True)
+    """
+    return fill_options(call, TABLE.look_up(call.name))

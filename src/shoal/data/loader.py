@@ -9,7 +9,7 @@ draws from torch's generator (augmentation) is keyed in the same way, in loader 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from shoal.partition.skew import skew
 __all__ = ["Feed", "Loader", "Portion"]
 
 
+_PREFETCH = 2
+"""Batches that each process prepares ahead."""
 _SKIPPED = 16
 """More steps than this are not skipped one by one: processes begin anew."""
 
@@ -57,19 +59,25 @@ class Loader:
         self.steps_per_epoch = self._picks.track.per_epoch
         self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
+        self._reached = _Reached()
         self._expected = -1
         self._peeked: tuple[int, Portion] | None = None
+        self.handed = 0
+        """Samples of this worker in the portion that was handed out last."""
 
     def peek(self, step: int) -> Portion:
         """This worker's own portion of a step to come; `take` hands it out without preparing it again."""
         if self._peeked is None or self._peeked[0] != step:
+            handed = self.handed
             self._peeked = (step, self.take(step))
+            self.handed = handed
         return self._peeked[1]
 
     def take(self, step: int, part: int | None = None) -> Portion:
         """This worker's portion of step `step`, counted from 0; or another's, or nobody's (-1)."""
         if self._peeked is not None and self._peeked[0] == step and part in (None, self.feed.rank):
             found, self._peeked = self._peeked[1], None
+            self.handed = found.own
             return found
         epoch, samples, ids, counts = self._picks.of(step, part)
         own = part is None or part == self.feed.rank
@@ -83,7 +91,8 @@ class Loader:
                     for number, some in enumerate(ids, first)
                 ]
             )
-        return Portion(epoch, samples, batches, counts, sum(map(len, ids)) if any(counts) else 0, first)
+        self.handed = sum(map(len, ids)) if any(counts) else 0
+        return Portion(epoch, samples, batches, counts, self.handed, first)
 
     def cursor(self, step: int) -> Cursor:
         """Where the data stand after `step` steps, whatever has been prepared ahead."""
@@ -93,6 +102,23 @@ class Loader:
         """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
         self._ahead = self._peeked = None
         return self._picks.go_on(step, Cursor.from_state(state))
+
+    @property
+    def lag(self) -> int:
+        """So many steps to come are most likely prepared already, or under way; the same on every worker."""
+        return -(-_PREFETCH * self.feed.workers // self.feed.accumulate)
+
+    def reshare(self, step: int, shares: Sequence[float]) -> None:
+        """From step `step` on, workers get parts in these proportions. Every worker calls it alike.
+
+        What has been prepared for such a step under the old ones is let go, and processes begin anew. It costs nothing
+        from `lag` steps after the next one on.
+        """
+        self._picks.sharing.change(step, shares)
+        if self._reached.step >= step:
+            self._ahead = None
+        if self._peeked is not None and self._peeked[0] >= step:
+            self._ahead = self._peeked = None
 
     def steps_until(self, epochs: float) -> int | None:
         """How many steps the run has made when so many epochs are complete; None if that is not known before."""
@@ -125,14 +151,14 @@ class Loader:
     def _work_ahead(self, step: int) -> Iterator[Batch]:
         # Nothing here leads back to this loader. With a cycle, its processes would be ended by the garbage collector,
         # which keeps it waiting for ten seconds.
-        self._ahead = None
+        self._ahead, self._reached = None, _Reached()
         return iter(
             DataLoader(
                 self._prepare,
                 batch_size=None,
-                sampler=_ids_from(copy.copy(self._picks), step),
+                sampler=_ids_from(copy.copy(self._picks), step, self._reached),
                 num_workers=self.feed.workers,
-                prefetch_factor=2,
+                prefetch_factor=_PREFETCH,
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
                 generator=torch.Generator().manual_seed(seeds.derive(self.feed.seed, "loader")),
             )
@@ -143,9 +169,16 @@ Wanted = tuple[int, int, Ids]
 """A step, the number of a micro-batch in it, and its samples."""
 
 
-def _ids_from(picks: Picks, step: int) -> Iterator[Wanted]:
+class _Reached:
+    """How far processes have been sent ahead."""
+
+    step = -1
+
+
+def _ids_from(picks: Picks, step: int, reached: _Reached) -> Iterator[Wanted]:
     """The micro-batches of this worker from a step on, for ever."""
     while True:
+        reached.step = step
         _, _, ids, _ = picks.of(step)
         yield from ((step, number, some) for number, some in enumerate(ids, picks.feed.first) if len(some))
         step += 1

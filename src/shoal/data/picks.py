@@ -9,6 +9,7 @@ from shoal.data.cursor import Cursor, Track, short_seed
 from shoal.data.feed import Feed
 from shoal.data.grouped import GroupedOrder
 from shoal.data.order import GlobalOrder
+from shoal.data.sharing import Sharing
 from shoal.partition.cuts import Ids
 from shoal.seeds import derive
 
@@ -31,14 +32,14 @@ class Picks:
         self.feed = feed
         self._samples = len(feed.data)
         self._keys = keys_for(feed.partition, feed.columns, self._samples)
-        self._weights = feed.partition.weights(feed.parts)
+        self.sharing = Sharing(feed.partition.weights(feed.parts))
         self._order = GlobalOrder(self._samples, feed.seed, feed.shuffle)
         self._grouped = self._group(feed.global_batch, feed.partition.reach)
         self._begun: tuple[int, GlobalOrder | GroupedOrder] = (0, self._grouped)
         """The epoch with which the run goes on, and its order; it may be sorted as another run had begun to."""
         self.track = Track(self._samples, feed.global_batch)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
-        self._cuts: dict[tuple[int, int], Cuts | None] = {}
+        self._cuts: dict[tuple[int, int, int], Cuts | None] = {}
 
     def of(self, step: int, part: int | None = None) -> tuple[int, int, list[Ids], tuple[bool, ...]]:
         """The epoch, how many samples the step has, those of each of this worker's micro-batches, and which count.
@@ -49,14 +50,14 @@ class Picks:
         if part == -1:
             return epoch, stop - start, [], ()
         first = self.feed.first if part is None else part * self.feed.accumulate
-        cuts = self._cuts_for(stop - start, first)
+        cuts = self._cuts_for(step, stop - start, first)
         if cuts is not None:
             bounds, counts = cuts
             low, high = start + bounds[0][0], start + bounds[-1][1]
             some = self._ids(epoch, low, high)
             mine = [some[start + a - low : start + b - low] for a, b in bounds]
         else:
-            mine = self._divide(epoch, start, stop)[first : first + self.feed.accumulate]
+            mine = self._divide(step, epoch, start, stop)[first : first + self.feed.accumulate]
             counts = tuple(len(ids) > 0 for ids in mine)
         if self.feed.fill and not all(counts):
             filler = self._ids(epoch, start, start + 1)
@@ -65,7 +66,7 @@ class Picks:
 
     def sizes(self, step: int) -> list[int]:
         """How many samples each micro-batch of a step has, over all workers."""
-        return [len(ids) for ids in self._divide(*self.track.span(step))]
+        return [len(ids) for ids in self._divide(step, *self.track.span(step))]
 
     def cursor(self, step: int) -> Cursor:
         """Where the data stand when `step` steps are done."""
@@ -104,21 +105,22 @@ class Picks:
         begun, order = self._begun
         return order if epoch == begun else self._grouped
 
-    def _cuts_for(self, count: int, first: int) -> Cuts | None:
-        key = (count, first)
+    def _cuts_for(self, step: int, count: int, first: int) -> Cuts | None:
+        change, weights = self.sharing.at(step)
+        key = (change, count, first)
         if key not in self._cuts:  # of few sizes: a full batch, and the last of an epoch
             feed = self.feed
-            cuts = feed.partition.cuts(count, self._weights)
+            cuts = feed.partition.cuts(count, weights)
             mine = None if cuts is None else cuts[first : first + feed.accumulate]
             self._cuts[key] = None if mine is None else (mine, tuple(a < b for a, b in mine))
         return self._cuts[key]
 
-    def _divide(self, epoch: int, start: int, stop: int) -> list[Ids]:
+    def _divide(self, step: int, epoch: int, start: int, stop: int) -> list[Ids]:
         ids = self._ids(epoch, start, stop)
         keys = ids if self._keys is None else self._keys[ids]
         # What is drawn depends on the place in the data, as the samples do.
         seed = derive(self.feed.seed, "partition", epoch, start)
-        return self.feed.partition.divide(ids, keys, self._weights, seed)
+        return self.feed.partition.divide(ids, keys, self.sharing.at(step)[1], seed)
 
     def _ids(self, epoch: int, low: int, high: int) -> Ids:
         at, begin, ids = self._window

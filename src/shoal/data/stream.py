@@ -11,7 +11,7 @@ same on every worker and begin anew with each iter().
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from shoal.data.cursor import Cursor, short_seed
 from shoal.data.feed import Feed, Portion
 from shoal.data.loader import Loader
 from shoal.data.picks import changes
+from shoal.data.sharing import Sharing
 from shoal.data.source import check_source, is_stream
 from shoal.errors import ConfigError
 from shoal.partition.base import OWN
@@ -53,13 +54,17 @@ class StreamLoader:
 
     steps_per_epoch: None = None
     """Not known before an epoch is over."""
+    lag = 0
+    """Nothing is prepared ahead."""
 
     def __init__(self, feed: Feed) -> None:
         check_source(feed.data, feed.global_batch)
         _check(feed)
         self.feed = feed
-        self._weights = feed.partition.weights(feed.parts)
+        self._sharing = Sharing(feed.partition.weights(feed.parts))
         self._begin = self._at = Place(0, 0, 0)
+        self.handed = 0
+        """Samples of this worker in the portion that was handed out last."""
         self._samples: Iterator[Any] | None = None
         self._next: Any = _END
 
@@ -74,15 +79,15 @@ class StreamLoader:
         samples = self._read()
         ids = np.arange(at.position, at.position + len(samples))
         seed = seeds.derive(feed.seed, "partition", at.epoch, at.position)
-        parts = feed.partition.divide(ids, ids, self._weights, seed)[
-            feed.first : feed.first + feed.accumulate
-        ]
+        parts = feed.partition.divide(ids, ids, self._sharing.at(step)[1], seed)
+        parts = parts[feed.first : feed.first + feed.accumulate]
         mine = [[samples[i] for i in (part - at.position).tolist()] for part in parts]
         counts = tuple(len(some) > 0 for some in mine)
         if feed.fill:
             mine = [some or samples[:1] for some in mine]
         batches = tuple(self._batch(step, number, some) for number, some in enumerate(mine, feed.first))
-        return Portion(at.epoch, len(samples), batches, counts, sum(map(len, mine)), feed.first)
+        self.handed = sum(map(len, mine))
+        return Portion(at.epoch, len(samples), batches, counts, self.handed, feed.first)
 
     def cursor(self, step: int) -> Cursor:
         """Where the stream stands after `step` steps."""
@@ -96,6 +101,10 @@ class StreamLoader:
         self._begin = self._at = Place(step, cursor.epoch, cursor.position)
         self._samples = None
         return changes(cursor, self.cursor(step))
+
+    def reshare(self, step: int, shares: Sequence[float]) -> None:
+        """From step `step` on, workers get parts in these proportions. Every worker calls it alike."""
+        self._sharing.change(step, shares)
 
     def steps_until(self, epochs: float) -> int | None:
         """None: only the end of a stream tells. Ask `ended` after each step."""

@@ -6,9 +6,12 @@ import sys
 from typing import Any
 
 from shoal.config import fill_options
-from shoal.exchange.base import Exchange, Setup
+from shoal.exchange.base import Exchange
 from shoal.exchange.ddp import Ddp
+from shoal.exchange.diloco import Diloco
+from shoal.exchange.local import Local
 from shoal.exchange.ps import Ps
+from shoal.exchange.setup import Setup
 from shoal.exchange.shared import Shared
 from shoal.exchange.solo import Solo
 from shoal.exchange.zero1 import Zero1
@@ -20,7 +23,17 @@ from shoal.world.memory import SharedMemoryUnavailable
 
 TABLE: Table[type[Exchange]] = Table(
     "exchange",
-    {"solo": Solo, "ddp": Ddp, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "shared": Shared, "ps": Ps},
+    {
+        "solo": Solo,
+        "ddp": Ddp,
+        "zero1": Zero1,
+        "zero2": Zero2,
+        "zero3": Zero3,
+        "shared": Shared,
+        "local": Local,
+        "diloco": Diloco,
+        "ps": Ps,
+    },
 )
 
 

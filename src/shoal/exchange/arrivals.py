@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -11,13 +12,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
-from shoal.exchange.local import local, local_gradient
+from shoal.exchange.here import local, local_gradient
 from shoal.world.buckets import Bucket
 from shoal.world.world import Handle
 
 
 class Carrier(Protocol):
     """What Arrivals asks of the exchange."""
+
+    waited: float
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor: ...
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle: ...
@@ -80,7 +83,9 @@ class Arrivals:
     def open_micro_batch(self, reduce: bool, counts: bool = True) -> None:
         """`counts`: whether what gets a gradient now has been used; a filler uses nothing."""
         if self._handles:  # the previous micro-batch was reduced too: its vectors must be free again
+            begun = perf_counter()
             self.wait()
+            self._carrier.waited += perf_counter() - begun
             self._filled = [False] * len(self.used)
         self._arrived = [False] * len(self.used)
         self._missing = [len(b.places) for b in self._buckets]

@@ -22,66 +22,21 @@ collective: every rank calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.exchange.local import local
+from shoal.exchange.here import local
 from shoal.exchange.rowtables import RowTables
-from shoal.optimizer import MakeOptimizer
 from shoal.types import Memory, Promise
 from shoal.world.world import World
 
 State = dict[str, dict[str, torch.Tensor]]
 """Optimizer state by parameter name, then by the optimizer's own key."""
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """For choices without options."""
-
-
-@dataclass(frozen=True)
-class BucketOptions:
-    """Options of the flat-bucket exchanges."""
-
-    bucket_mb: float = 16.0
-    """Gradients travel in vectors of about this many megabytes."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What an exchange is made from."""
-
-    model: nn.Module
-    make_optimizer: MakeOptimizer
-    world: World
-    accumulate: int = 1
-    deterministic: bool = False
-    model_world: World = field(default_factory=World.alone)
-    """Those who hold one model between them; `world` is those who hold the same parameters for other samples."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """How much of each parameter counts here for the norm of the whole model; what is not named counts fully."""
-    mesh: DeviceMesh | None = None
-    """The mesh in torch's own form: axis "shard", and of replica, stage and tensor those with several workers."""
-    blocks: Sequence[str] = ()
-    """The names of the whole model's blocks; some of them may be in other stages."""
-    root: nn.Module | None = None
-    """What runs in place of the model: the stage of a pipeline, which has the model inside."""
-    peers: World | None = None
-    """The same workers as `world`, joined by a group; None where they are not."""
-    order: Sequence[str] = ()
-    """Parameters in the order their gradients will become ready, where that is known before the first step."""
-    recorded: bool = False
-    """Whether somebody writes down the gradients of every step."""
-    seed: int = 0
-    """Of the run: rows that nobody has changed yet follow from it."""
-    values: Callable[[str], torch.Tensor] | None = None
-    """Where the model is on the meta device: the initial value of one of its parameters or buffers."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +46,18 @@ class Held:
     name: str
     start: int
     tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements of a tensor that a run needs besides parameters and the optimizer's state, by its kind."""
+
+    kind: str
+    held: Held
+    alike: bool = False
+    """Whether all replicas have the same. Else, with another number of replicas, all get the mean of the old ones'."""
+    holders: int = 0
+    """Not 0: what so many replicas have is a sum that they hold between them, each an equal share after a change."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +73,13 @@ class Exchange(ABC):
 
     promise: ClassVar[Promise]
     summary: ClassVar[str]
+    bound: ClassVar[float] = 0.0
+    """The share of what ddp learns in as many steps that may be lost, in the convergence tests."""
     Options: ClassVar[type]
     every_worker_computes: ClassVar[bool] = False
     """True if a worker without samples must run the model all the same, because others meet it there."""
+    compresses: ClassVar[bool] = False
+    """True if a compressor can be put between its workers."""
     cuts_parameters: ClassVar[bool] = False
     """True if parameters themselves are cut over the data axis, so that it needs the mesh in torch's own form."""
     whole_updates: ClassVar[bool] = False
@@ -119,12 +90,16 @@ class Exchange(ABC):
     """True if workers meet at servers only: they run no collective, and each may be at another step."""
     keeps_rows: ClassVar[bool] = False
     """True if it keeps the rows of a SparseEmbedding, and brings them."""
+    meets_after = 1
+    """After so many steps, and multiples of them, all workers are at the same step."""
     saves = True
     """Whether this worker takes part in a checkpoint after the present step."""
     begins = True
     """Whether this worker looks for a checkpoint to begin from: not one that joins others who are at work."""
     counts_own = False
     """Whether what `finish` gives is of this worker's samples alone."""
+    waited = 0.0
+    """Seconds, so far, of waiting for others within backward passes."""
     memo: Any = None
     """What a worker that comes later must know to go on from here; a plain value."""
     told: Any = None
@@ -161,6 +136,10 @@ class Exchange(ABC):
         del tally, foreseen
         return -1
 
+    def through(self, step: int) -> int:
+        """The last step that is over for this worker, now that it has made `step`: later, if others went ahead."""
+        return step
+
     @abstractmethod
     def begin(self) -> None: ...
 
@@ -195,9 +174,44 @@ class Exchange(ABC):
         """Bring the newest parameters here, where others change them meanwhile."""
         return
 
+    def complete(self) -> None:
+        """Until parameters are here that are on their way while nobody needs them."""
+        return
+
     def fetch(self) -> None:
         """Before a checkpoint: bring here what is kept elsewhere."""
         return
+
+    def owned(self, saving: bool) -> list[Owned]:
+        """What else belongs to the run's state: what there is to save, or all that might be loaded."""
+        del saving
+        return []
+
+    def numbers(self) -> dict[str, Any]:
+        """The same, of plain values: this replica's own."""
+        return {}
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Go on from this replica's numbers; called only if there are as many replicas as there were."""
+        del numbers
+
+    def warm(self) -> dict[str, torch.Tensor]:
+        """What this worker has found out and would find again, in time: saved, and used if all is as it was."""
+        return {}
+
+    def warm_up(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Start from what was found before."""
+        del found
+
+    def loaded(self, kinds: set[str]) -> None:
+        """A checkpoint has been read, and of `owned` these kinds."""
+        del kinds
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While it lasts, the model here is what all workers have learned so far. Collective."""
+        self.refresh()
+        yield
 
     def servers(self) -> dict[str, Any]:
         """How the servers are doing, where there are any: plain values, for the event log."""
@@ -218,6 +232,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def drop(self) -> None: ...
+
+    def rescale(self, by: float) -> None:
+        """The loss is scaled by so much more from now on."""
+        del by
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ class Ddp(FlatExchange):
     """Each full bucket is all-reduced; every worker updates everything."""
 
     promise = Promise.EXACT
+    compresses = True
     summary = "whole model everywhere, gradients all-reduced"
     whole_updates = True
 
@@ -35,8 +36,8 @@ class Ddp(FlatExchange):
 
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
         if self._sums is None:
-            return self.world.all_reduce(vector)
-        return self.world.reduce_scatter(self._sums.target(bucket), vector)
+            return self.reducer.all_reduce(bucket, vector)
+        return self.reducer.reduce_scatter(bucket, self._sums.target(bucket), vector)
 
     def settle(self) -> None:
         if self._sums is not None:

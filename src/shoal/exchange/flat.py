@@ -23,15 +23,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from shoal.exchange.arrivals import Arrivals
 from shoal.exchange.base import (
-    BucketOptions,
     Exchange,
     Held,
-    Setup,
+    Owned,
     State,
     Tally,
     back_propagate,
@@ -40,8 +40,11 @@ from shoal.exchange.base import (
     sum_of_squares,
     trainable,
 )
-from shoal.exchange.local import is_cut, local, put
+from shoal.exchange.here import is_cut, local, put
+from shoal.exchange.owned import unsent
 from shoal.exchange.readiness import ForwardOrder
+from shoal.exchange.reducers import make_reducer
+from shoal.exchange.setup import BucketOptions, Setup
 from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.optimizer import (
     make_optimizer,
@@ -60,7 +63,7 @@ from shoal.world.world import Handle, World
 class FlatExchange(Exchange):
     """Shared by the flat-bucket exchanges; abstract."""
 
-    Options = BucketOptions
+    Options: ClassVar[type] = BucketOptions
     reduces_each_micro_batch = False
     """True if a gradient cannot wait in full for the last micro-batch."""
 
@@ -68,8 +71,9 @@ class FlatExchange(Exchange):
         self.world = setup.world
         self.owners = owners or setup.world
         """The workers among which every bucket is cut into slices."""
-        self.each = self.reduces_each_micro_batch or (setup.deterministic and setup.accumulate > 1)
-        self.deterministic = setup.deterministic
+        # What comes out of a compressor does not depend on the order of a sum: there are no bits to keep alike.
+        self.deterministic = setup.deterministic and setup.compressor is None
+        self.each = self.reduces_each_micro_batch or (self.deterministic and setup.accumulate > 1)
         self._model_world, self._shares = setup.model_world, setup.shares
         self.trained = trainable(setup.model)
         self._capacity = int(options.bucket_mb * 2**20)
@@ -83,6 +87,8 @@ class FlatExchange(Exchange):
         self.order = list(setup.order) or list(reversed(self.trained))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._watch: ForwardOrder | None = None
+        self.reducer = make_reducer(setup.world, setup.compressor)
+        """How full buckets are summed."""
         self.module = setup.model
         self._order_is_seen = False
         self._lay_out()
@@ -106,6 +112,8 @@ class FlatExchange(Exchange):
         self._results = [self.reduced(bucket) for bucket in self.buckets]
         self._gradients_of_pieces = [self._gradient(piece, target) for piece, target in self.pieces]
         self._arrivals = Arrivals(self.trained, self.buckets, self)
+        shapes = {name: local(p).shape for name, p in self.trained.items()}
+        self.reducer.lay_out(self.buckets, shapes, scattered=not self.whole_updates)
 
     def lay_out_again(self, order: list[str]) -> None:
         """Move everything to buckets filled in another order. Every rank calls it with the same one."""
@@ -164,6 +172,7 @@ class FlatExchange(Exchange):
         if not self._order_is_seen and self._watch is None:
             self._watch = ForwardOrder(self.module, self.trained)
         self._arrivals.open_step()
+        self.reducer.begin()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         self._see_order()
@@ -180,8 +189,13 @@ class FlatExchange(Exchange):
     def _see_order(self) -> None:
         if self._watch is not None:
             seen, self._watch = self._watch.close(), None
-            self.lay_out_again(self.world.gather_values(seen)[0])
+            self.lay_out_again(self.agree(seen))
             self._arrivals.open_step()
+
+    def agree(self, seen: list[str]) -> list[str]:
+        """One order for all who will sum their gradients. Collective."""
+        found: list[str] = self.world.gather_values(seen)[0]
+        return found
 
     def finish(self, tally: Tally) -> Tally:
         used = [float(flag) for flag in self._arrivals.used]
@@ -189,6 +203,7 @@ class FlatExchange(Exchange):
         agreed = self.world.all_reduce(numbers)  # its latency hides behind the last buckets
         self._arrivals.wait()
         agreed.wait()
+        self.reducer.settle()
         total, count, *users = numbers.tolist()
         self._arrivals.used = [flag > 0 for flag in users]
         return Tally(total, count)
@@ -212,7 +227,23 @@ class FlatExchange(Exchange):
         self.publish()
 
     def drop(self) -> None:
+        self.reducer.drop()
         self.publish()
+
+    def rescale(self, by: float) -> None:
+        self.reducer.rescale(by)
+
+    def owned(self, saving: bool) -> list[Owned]:
+        return unsent(self.reducer, saving)
+
+    def warm(self) -> dict[str, torch.Tensor]:
+        return self.reducer.warm()
+
+    def warm_up(self, found: Mapping[str, torch.Tensor]) -> None:
+        self.reducer.warm_up(found)
+
+    def close(self) -> None:
+        self.reducer.close()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}

@@ -1,37 +1,56 @@
-"""What this worker holds of a parameter. A parameter that tensor parallel has cut is a DTensor around its part.
+"""Local SGD: every worker trains on its own, and now and then all go on from the mean of their parameters.
 
-Exchanges lay out, send and update plain tensors only: an optimizer kernel takes no mixture, and each operation on
-a DTensor costs a dispatch in Python.
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large Mini-Batches, Use
+Local SGD", ICLR 2020.
+When to use: the network is what is slow. `local(16)` sends a sixteenth of what ddp does. With `local(1)` and plain SGD
+it is ddp.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from dataclasses import dataclass
+
+from shoal.exchange.outer import Fragments, Outer
+from shoal.exchange.periodic import Periodic
+from shoal.exchange.rounds import Rhythm
+from shoal.exchange.setup import Setup
+from shoal.types import Memory
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is here: of a plain one, all of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+@dataclass(frozen=True)
+class LocalOptions:
+    """Options of local."""
+
+    every: int
+    """Steps between two meetings."""
+    quorum: float = 1.0
+    """The share of workers that waits for the others no longer than `grace` seconds."""
+    grace: float = 0.0
+    bucket_mb: float = 16.0
+
+    def __post_init__(self) -> None:
+        self.rhythm.check("local")
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """When workers meet."""
+        return Rhythm(self.every, self.quorum, self.grace)
 
 
-def put(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    """Let a parameter live in other memory."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = part
-    else:
-        parameter.data = part
+class Local(Periodic):
+    """Steps on one's own, then the mean of all parameters."""
 
+    summary = "every worker trains on its own; now and then parameters are averaged"
+    bound = 0.1
+    Options = LocalOptions
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of the part that is here."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return gradient.redistribute(placements=parameter.placements).to_local()
-    return gradient
+    def __init__(self, setup: Setup, options: LocalOptions) -> None:
+        super().__init__(setup, options.rhythm, Outer(), Fragments(), options.bucket_mb)
 
-
-def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether only a part of a parameter is here."""
-    return isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
+    @classmethod
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
+        del workers
+        each = parameters * itemsize
+        return Memory(each, each, each * state_per_parameter, 2 * each)

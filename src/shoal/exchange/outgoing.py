@@ -6,54 +6,109 @@ from collections.abc import Sequence
 
 import torch
 
+from shoal.compress.base import Compressor
+from shoal.exchange.encoding import make_encodings
 from shoal.exchange.shards import Shard
 from shoal.server.client import Request
+from shoal.server.coded import turn_of
+from shoal.server.frame import CODED, RAW
 from shoal.server.link import Link
 from shoal.server.message import Where
 from shoal.server.slabs import Slab
+from shoal.server.work import Work
 from shoal.world.buckets import Bucket
 from shoal.world.memory import SharedMemoryUnavailable
+
+_LINE = 64
+"""Bytes to which payloads are aligned."""
 
 
 class Outgoing:
     """One vector per bucket. On the CPU, gradients are written there at once; from a card they are copied."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, there: Sequence[torch.Tensor] = ()
+        self,
+        buckets: Sequence[Bucket],
+        shards: Sequence[Shard],
+        device: torch.device,
+        compressor: Compressor | None,
+        there: Sequence[torch.Tensor] = (),
     ) -> None:
         """`there`: vectors to use, of which servers get bytes."""
-        try:
-            self._slab: Slab | None = None if there else Slab(sum(bucket.nbytes for bucket in buckets))
-        except SharedMemoryUnavailable:  # servers get bytes
-            self._slab = None
-        self._offsets, offset = list[int](), 0
-        self._vectors: list[torch.Tensor] = []
-        for bucket in buckets:
-            self._offsets.append(offset)
-            self._vectors.append(
-                there[bucket.index]
-                if there
-                else torch.zeros(bucket.size, dtype=bucket.dtype)
-                if self._slab is None
-                else self._slab.tensor(bucket.dtype, offset, bucket.size)
-            )
-            offset += bucket.nbytes
+        self._shards = shards
+        self._encodings = make_encodings(shards, compressor)
+        self._slab: Slab | None = None
+        self._vectors: list[torch.Tensor] = list(there)
+        self._wheres: dict[int, Where] = {}
+        """By the number of a shard: where servers of this host find what it gets."""
+        if self._encodings:
+            self._place_payloads()
+        elif not there:
+            self._place_gradients(buckets)
+        if not self._vectors:
+            self._vectors = [torch.zeros(bucket.size, dtype=bucket.dtype) for bucket in buckets]
         self.gradients = self._vectors if device.type == "cpu" else [v.to(device) for v in self._vectors]
         """What gradients are written into."""
+
+    def _place_gradients(self, buckets: Sequence[Bucket]) -> None:
+        self._slab = slab = _slab(sum(bucket.nbytes for bucket in buckets))
+        if slab is None:
+            return
+        offsets, offset = list[int](), 0
+        for bucket in buckets:
+            offsets.append(offset)
+            self._vectors.append(slab.tensor(bucket.dtype, offset, bucket.size))
+            offset += bucket.nbytes
+        for shard in self._shards:
+            dtype = shard.bucket.dtype
+            at = offsets[shard.bucket.index] + shard.start * dtype.itemsize
+            self._wheres[shard.number] = slab.where(dtype, at, shard.size)
+
+    def _place_payloads(self) -> None:
+        sizes = [-(-coded.payload.nbytes // _LINE) * _LINE for coded in self._encodings.values()]
+        self._slab = slab = _slab(sum(sizes))
+        if slab is None:
+            return
+        offset = 0
+        for (number, coded), size in zip(self._encodings.items(), sizes, strict=True):
+            dtype, count = coded.payload.dtype, coded.payload.numel()
+            coded.payload = slab.tensor(dtype, offset, count)
+            self._wheres[number] = slab.where(dtype, offset, count)
+            offset += size
+
+    def connect(self, link: Link, work: Work) -> None:
+        """Send through these."""
+        self._link, self._work = link, work
 
     def fill(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """A bucket is full; its gradients are in `vector`."""
         if vector is not self._vectors[bucket.index]:
             self._vectors[bucket.index].copy_(vector)
 
-    def part(self, shard: Shard) -> tuple[torch.Tensor, Where | None]:
-        """A shard's part of its bucket, and where servers of this host find it."""
-        bucket = shard.bucket
-        part = self._vectors[bucket.index][shard.start : shard.stop]
-        if self._slab is None:
-            return part, None
-        at = self._offsets[bucket.index] + shard.start * bucket.dtype.itemsize
-        return part, self._slab.where(bucket.dtype, at, shard.size)
+    def stage(self, bucket: Bucket, claim: tuple[int, int], micro: int) -> Sent:
+        """Send a bucket that is full; its vector may be written again when it has arrived."""
+        requests = []
+        for shard in self._shards:
+            if shard.bucket is bucket:
+                part, codec = self._vectors[bucket.index][shard.start : shard.stop], RAW
+                if shard.number in self._encodings:
+                    coded = self._encodings[shard.number]
+                    coded.encode(part, turn_of(claim[0], micro))
+                    part, codec = coded.payload, CODED
+                where = self._wheres.get(shard.number)
+                with self._link.lock:
+                    requests.append(self._work.stage(shard.number, claim, micro, part, where, codec))
+        return Sent(self._link, requests)
+
+    def forget(self) -> None:
+        """The step does not count: what compression has left out of it is not sent later."""
+        for coded in self._encodings.values():
+            coded.forget()
+
+    def scale(self, by: float) -> None:
+        """Gradients are larger by so much from now on."""
+        for coded in self._encodings.values():
+            coded.scale(by)
 
 
 class Sent:
@@ -65,3 +120,10 @@ class Sent:
     def wait(self) -> None:
         """Until all servers hold it."""
         self._link.wait(self._requests)
+
+
+def _slab(nbytes: int) -> Slab | None:
+    try:
+        return Slab(nbytes)
+    except SharedMemoryUnavailable:  # servers get bytes
+        return None

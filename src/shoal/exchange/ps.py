@@ -21,16 +21,18 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, ServerRefused
-from shoal.exchange.base import BucketOptions, Setup, Tally, sum_of_squares
-from shoal.exchange.outgoing import Outgoing, Sent
+from shoal.exchange.base import Tally, sum_of_squares
+from shoal.exchange.outgoing import Outgoing
 from shoal.exchange.ps_options import PsOptions
 from shoal.exchange.rowlines import ToServers
 from shoal.exchange.served import Served
 from shoal.exchange.served_state import ServedState
+from shoal.exchange.setup import BucketOptions, Setup
 from shoal.exchange.shards import cut_shards, sum_of_slices
 from shoal.exchange.tables import Tables
 from shoal.exchange.tier import Tier
 from shoal.exchange.turn import Turn
+from shoal.server.coded import describe_code
 from shoal.server.description import describe, settings_of
 from shoal.server.found import find_servers
 from shoal.server.link import Link
@@ -49,18 +51,19 @@ class Ps(ServedState):
 
     promise = Promise.EXACT
     summary = "servers hold the parameters and run the optimizer; its clock says how exact"
-    Options = PsOptions  # type: ignore[assignment]
+    Options = PsOptions
     whole_updates = True
     whole_models = True
+    compresses = True
     apart = True
     keeps_rows = True
     tables: Tables
 
     def __init__(self, setup: Setup, options: PsOptions) -> None:
         self._options, self._who, self._recorded = options, setup.world, setup.recorded
+        self._compressor = setup.compressor
         self._micro = 0
         self._fresh = -1
-        """The step for which the parameters here are fresh."""
         self._started = self._claimed = False
         self._counted = 0
         self._norm: float | None = None
@@ -91,7 +94,9 @@ class Ps(ServedState):
         self.link = Link(me, self._servers.address, self._servers.keys, self._tier.unit, terms)
         self._work = Work(self.link.client, self._tier.unit, range(1, len(sizes)))
         self._turn.connect(self.link, self._work)
-        self._served = Served(self.link, self.shards, self.vectors)
+        self._outgoing.connect(self.link, self._work)
+        self.complete_for(self.module)
+        self._served = Served(self.link, self.shards, self.vectors, self.module, self.trained, later=alone)
         tables.connect(ToServers(self.link, self._work), self._turn)
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         try:
@@ -111,12 +116,12 @@ class Ps(ServedState):
         self.shards = cut_shards(self.buckets, sys.maxsize if self.deterministic else self._capacity)
         device, tier = self.world.device, self._tier
         if tier.local.size == 1:
-            self._outgoing = Outgoing(self.buckets, device)
+            self._outgoing = Outgoing(self.buckets, self.shards, device, self._compressor)
             self._gradients = self._outgoing.gradients
             return [torch.zeros(b.size, dtype=b.dtype, device=device) for b in self.buckets]
         parameters = tier.vectors(self.buckets, "parameters")
         self._theirs = [tier.vectors(self.buckets, f"gradients{rank}") for rank in range(tier.local.size)]
-        self._outgoing = Outgoing(self.buckets, device, self._theirs[0])
+        self._outgoing = Outgoing(self.buckets, self.shards, device, self._compressor, self._theirs[0])
         self._gradients = self._theirs[tier.local.rank]
         return parameters
 
@@ -133,16 +138,7 @@ class Ps(ServedState):
         if self._tier.local.size > 1:
             return self._tier.reduce(bucket, [vectors[bucket.index] for vectors in self._theirs])
         self._outgoing.fill(bucket, vector)
-        return self._stage(bucket)
-
-    def _stage(self, bucket: Bucket) -> Handle:
-        claim, requests = (self._turn.step, self._turn.part), []
-        for shard in self.shards:
-            if shard.bucket is bucket:
-                part, where = self._outgoing.part(shard)
-                with self.link.lock:
-                    requests.append(self._work.stage(shard.number, claim, self._micro, part, where))
-        return Sent(self.link, requests)
+        return self._outgoing.stage(bucket, (self._turn.step, self._turn.part), self._micro)
 
     def settle(self) -> None:
         self._micro += 1
@@ -161,7 +157,8 @@ class Ps(ServedState):
             self._served.fetch(0)
             return
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
-        how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
+        code = describe_code(self._compressor)
+        how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts, "code": code}
         self._served.give(groups, self._description, how, step)
         self._served.give_state(self.optimizer, self.trained, step)
         self.tables.begin(step)
@@ -195,7 +192,7 @@ class Ps(ServedState):
     def _freshen(self) -> None:
         turn = self._turn
         if not turn.together or self._fresh != turn.step:
-            self._served.fetch(turn.step if turn.together else 0)
+            self._served.fetch(turn.step if turn.together else 0, later=True)
             self._fresh = turn.step
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
@@ -217,7 +214,8 @@ class Ps(ServedState):
     def _deliver(self, foreseen: float) -> tuple[bool, list[Any]]:
         """What a unit has summed goes to the servers; then the part is done."""
         if self._tier.local.size > 1:
-            for handle in [self._stage(bucket) for bucket in self.buckets]:
+            claim = (self._turn.step, self._turn.part)
+            for handle in [self._outgoing.stage(bucket, claim, self._micro) for bucket in self.buckets]:
                 handle.wait()
         return self._turn.done(self._mine, foreseen, self._arrivals.bits), self._turn.state()
 
@@ -233,10 +231,11 @@ class Ps(ServedState):
 
     def _find_norm(self) -> float:
         turn = self._turn
-        if not turn.together or turn.over:
+        if turn.over or not (turn.together or self._compressor):
             return self._own_norm()
-        found = self._served.squares(turn.step, turn.tally["parts"], self._who.size)
-        others = self.tables.squares(turn.step, turn.tally["parts"])
+        # What comes out of a compressor is known to the servers only.
+        found = self._served.squares(turn.step, turn.named_parts(), self._who.size)
+        others = self.tables.squares(turn.step, turn.named_parts())
         known = [value["norm"] for value in [*found, *others] if isinstance(value, dict)]
         if known:  # another worker was first, and the update is made: all go by its number, if it is known
             self._norm = next((norm for norm in known if norm is not None), None)
@@ -252,33 +251,34 @@ class Ps(ServedState):
 
     def _update(self, factor: float, limit: float | None) -> None:
         turn = self._turn
+        self._served.incoming.complete()  # who had no part to compute has not run the model
         if not turn.over:
-            args = {
-                "parts": turn.named_parts(),
-                "factor": factor,
-                "limit": limit,
-                "settings": settings_of(self.optimizer),
-                "share": 1.0 if turn.together else turn.share,
-                "floor": self._work.floor,
-                "norm": self._norm,
-                "keep": self._recorded,
-            }
+            share = 1.0 if turn.together else turn.share
+            how = {"factor": factor, "limit": limit, "share": share, "keep": self._recorded}
+            args = {**self._named(), **how, "settings": settings_of(self.optimizer)}
             used = {name for name in self.trained if self._arrivals.used_name(name)}
-            fresh = turn.step + 1 if turn.together else None
+            fresh = turn.step + 1 if turn.together and not self._served.ahead else None
             self.tables.send("apply", turn.step, args)
             turn.closed = self._served.apply(turn.step, args, used, fresh)
             self.tables.settle()
             self._fresh = -1 if fresh is None else fresh
         self._close_step()
 
+    def _named(self) -> dict[str, Any]:
+        return {"parts": self._turn.named_parts(), "floor": self._work.floor, "norm": self._norm}
+
+    def rescale(self, by: float) -> None:
+        self._outgoing.scale(by)
+
     def drop(self) -> None:
         self._tier.lead(self._drop)
 
     def _drop(self) -> None:
         turn = self._turn
+        self._served.incoming.complete()
+        self._outgoing.forget()
         if not turn.over:
-            args = {"parts": turn.named_parts(), "floor": self._work.floor, "norm": self._norm}
-            self.link.run(self._work.everywhere("drop", turn.step, args))
+            self.link.run(self._work.everywhere("drop", turn.step, self._named()))
             self._fresh = turn.step + 1 if turn.together else -1
         self._close_step()
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 from shoal.exchange.base import Held, State, detached
-from shoal.exchange.local import local
+from shoal.exchange.here import local
 from shoal.exchange.state import Kept, cut_state, join_state
 from shoal.exchange.units import Unit
 from shoal.world.buckets import Bucket, Piece, Place, pieces_of, slice_of

@@ -12,11 +12,13 @@ import torch
 from torch import nn, optim
 
 from shoal.errors import ServerRefused
+from shoal.exchange.incoming import Incoming
 from shoal.exchange.shards import Shard
 from shoal.server.client import Request
 from shoal.server.link import Link
 from shoal.server.machine import Answer
 from shoal.server.message import Where
+from shoal.server.post import same_host
 from shoal.server.slabs import Opened
 from shoal.server.view import LEDGER
 from shoal.world.memory import put
@@ -28,9 +30,20 @@ _TRIES = 200
 class Served:
     """One worker's shards."""
 
-    def __init__(self, link: Link, shards: Sequence[Shard], vectors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        shards: Sequence[Shard],
+        vectors: Sequence[torch.Tensor],
+        model: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        later: bool,
+    ) -> None:
+        """`later`: whether values may come while the model runs."""
         self._link, self._shards, self._vectors = link, shards, vectors
+        self.later = later
         self._opened = Opened()
+        self.incoming = Incoming(model, trained, shards, self._receive)
 
     # To the servers.
 
@@ -81,30 +94,28 @@ class Served:
         return self._call(shard, "state", args, step, whole)
 
     def apply(self, step: int, args: Mapping[str, Any], used: set[str], fresh: int | None) -> bool:
-        """Have an update made; `fresh`: and fetch the values as soon as so many steps are applied.
+        """Have an update made; `fresh`: and ask for the values as soon as so many steps are applied.
 
         True for one of those who ask for the same update: the one that was first.
         """
-        calls, asks = [], []
-        for shard in self._shards:
+        calls, asks = {}, {}
+        for shard in self.incoming.order:
             here = [index for index, piece in enumerate(shard.pieces) if piece.name in used]
             some = {**args, "used": None if len(here) == len(shard.pieces) else here}
-            calls.append(self._call(shard, "apply", some, step))
+            calls[shard.number] = self._call(shard, "apply", some, step)
             if fresh is not None:
-                asks.append(self._ask(shard, "values", {"applied": fresh}))
-        first = not self._check(calls)[0].value["dup"]
-        for shard, request in zip(self._shards, asks, strict=False):
-            self._receive(shard, request, {"applied": fresh})
+                asks[shard.number] = self._ask_values(shard, {"applied": fresh})
+        first = not self._check([calls[shard.number] for shard in self._shards])[0].value["dup"]
+        self.incoming.expect(asks, {"applied": fresh}, self._may_come_later)
         return first
 
     # From the servers.
 
-    def fetch(self, applied: int) -> None:
-        """Fresh values of all shards, with all steps below `applied` in them."""
+    def fetch(self, applied: int, later: bool = False) -> None:
+        """Fresh values of all shards, with all steps below `applied` in them; `later`: when they are needed."""
         args = {"applied": applied}
-        requests = [self._ask(shard, "values", args) for shard in self._shards]
-        for shard, request in zip(self._shards, requests, strict=True):
-            self._receive(shard, request, args)
+        asks = {shard.number: self._ask_values(shard, args) for shard in self.incoming.order}
+        self.incoming.expect(asks, args, later and self._may_come_later)
 
     def squares(self, step: int, parts: Sequence[Any], slices: int) -> list[Any]:
         """Σ g² of each shard, slice by slice of its bucket; or {"norm": ...} of the whole, if the update is made."""
@@ -164,6 +175,20 @@ class Served:
 
     # How.
 
+    @property
+    def ahead(self) -> bool:
+        """Whether to ask for values once the next step is claimed: they come while the model runs.
+
+        Not before: on a slow wire, whatever is asked after them waits until they are through.
+        """
+        return self.incoming.guarded and self._may_come_later
+
+    @property
+    def _may_come_later(self) -> bool:
+        """In the memory of one host, values are here as soon as they are asked for."""
+        servers = self._link.client.view.addresses
+        return self.later and not all(same_host(self._link.me, server) for server in servers)
+
     def _receive(self, shard: Shard, request: Request, args: Mapping[str, Any]) -> None:
         """Copy values that have been asked for; where an update tears the copy, copy again."""
         target = self._range(shard)
@@ -175,7 +200,7 @@ class Served:
                 return
             if self._copy(answer.where, target):
                 return
-            request = self._ask(shard, "values", args)
+            request = self._ask_values(shard, args)
 
     def _copy(self, where: Where, target: torch.Tensor) -> bool:
         source = self._opened.tensor(where)
@@ -199,6 +224,10 @@ class Served:
     ) -> Request:
         with self._link.lock:
             return self._link.client.call(shard.number, name, args, clock, tensor)
+
+    def _ask_values(self, shard: Shard, args: Mapping[str, Any]) -> Request:
+        with self._link.lock:
+            return self._link.client.ask(shard.number, "values", args, expects=shard.nbytes)
 
     def _ask(self, shard: Shard, name: str, args: Any = None, clock: int = 0) -> Request:
         with self._link.lock:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.exchange.base import State, detached
 from shoal.exchange.flat import FlatExchange
@@ -26,15 +28,37 @@ class ServedState(FlatExchange):
     _served: Served
     _servers: Found
     _started: bool
+    _fresh: int
+    """The step for which the parameters here are fresh; -1: none."""
     _gradients: list[torch.Tensor]
 
     def refresh(self) -> None:
-        if self._started and self._tier.leads:
+        if self._started and self._tier.leads and not self._served.incoming.complete():
             self._served.fetch(0)
+
+    def complete(self) -> None:
+        turn = self._turn
+        if not self._started or not self._tier.leads:
+            return
+        if not self._served.incoming.complete() and self._fresh < 0 <= turn.step and turn.together:
+            self._fresh = turn.step + 1
+            self._served.fetch(self._fresh)
+
+    def complete_for(self, model: nn.Module) -> None:
+        """Whoever runs the model or takes its state between two steps sees what the last one came to."""
+        me = weakref.ref(self)
+
+        def complete(*_: object) -> None:
+            here = me()
+            if here is not None and here._fresh < 0:
+                here.complete()
+
+        model.register_forward_pre_hook(complete, prepend=True)
+        model.register_state_dict_pre_hook(complete)  # type: ignore[no-untyped-call]
 
     def fetch(self) -> None:
         if self._started and self._tier.leads:
-            self._served.fetch(0)
+            self.refresh()
             self._served.take_state(self.optimizer, self.trained)
 
     def parameters(self) -> dict[str, torch.Tensor]:

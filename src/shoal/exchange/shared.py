@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import BucketOptions, Setup
 from shoal.exchange.flat import FlatExchange
+from shoal.exchange.setup import BucketOptions, Setup
 from shoal.exchange.slices import SliceSums
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket

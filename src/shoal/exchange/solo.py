@@ -12,8 +12,6 @@ import torch
 from shoal.exchange.base import (
     Exchange,
     Held,
-    NoOptions,
-    Setup,
     State,
     Tally,
     back_propagate,
@@ -22,6 +20,7 @@ from shoal.exchange.base import (
     trainable,
 )
 from shoal.exchange.rowlines import Beside
+from shoal.exchange.setup import NoOptions, Setup
 from shoal.exchange.tables import Tables
 from shoal.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
 from shoal.server.description import settings_of

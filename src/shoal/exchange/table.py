@@ -13,7 +13,7 @@ from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
 from shoal.server.description import KINDS, describe
 from shoal.server.packing import TYPES, shard_of
-from shoal.server.rows import Terms
+from shoal.server.rows import TableTerms
 from shoal.server.rowtable import RowTable
 from shoal.server.rowwise import RULES, RowOptimizer
 
@@ -23,7 +23,7 @@ class Table:
     """One of them."""
 
     module: SparseEmbedding
-    terms: Terms
+    terms: TableTerms
     """Of each of its shards."""
     shards: tuple[int, ...]
     """Their numbers."""
@@ -49,7 +49,7 @@ class Table:
             yield shard, torch.nonzero(owners == index).view(-1)
 
 
-def terms_of(name: str, module: SparseEmbedding, optimizer: optim.Optimizer, seed: int, shards: int) -> Terms:
+def terms_of(name: str, module: SparseEmbedding, optimizer: optim.Optimizer, seed: int, shards: int) -> TableTerms:
     """What each of so many shards of a table is; refuses what no shard could be."""
     kind, dtype = type(optimizer), str(module.dtype).removeprefix("torch.")
     if kind.__name__ not in RULES or KINDS.get(kind.__name__) is not kind:
@@ -60,7 +60,7 @@ def terms_of(name: str, module: SparseEmbedding, optimizer: optim.Optimizer, see
     if dtype not in TYPES:
         raise ConfigError(f"SparseEmbedding '{name}' is of {dtype}; rows can be {', '.join(TYPES)}.")
     description = describe(optimizer)
-    return Terms(
+    return TableTerms(
         name=name,
         rows=module.rows,
         dim=module.dim,

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.clock import make_clocks
 from shoal.clock.base import Clock
+from shoal.errors import ConfigError
 from shoal.exchange.base import Tally
 from shoal.exchange.ps_options import PsOptions
 from shoal.server.link import Link
@@ -17,6 +18,11 @@ class Turn:
 
     def __init__(self, parts: int, options: PsOptions) -> None:
         self._parts, self._options = parts, options
+        if options.tier == "host" and options.backup >= parts:
+            raise ConfigError(
+                f"ps(tier=host, backup={options.backup}) leaves {parts - options.backup} of {parts} hosts to wait for; "
+                "backup must be less than there are hosts."
+            )
         self._clocks = make_clocks(options.clock, options.ssp, options.then, options.after)
         self._stop = -1
         self.step = -1

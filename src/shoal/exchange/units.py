@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import ConfigError
-from shoal.exchange.base import Setup
+from shoal.exchange.setup import Setup
 from shoal.world.world import World
 
 GATHER = {"same": None, "bf16": torch.bfloat16}

@@ -19,6 +19,7 @@ class Zero1(FlatExchange):
     """Each full bucket is reduce-scattered in place; a worker updates its slice; parameters are all-gathered."""
 
     promise = Promise.EXACT
+    compresses = True
     summary = "optimizer state cut over the workers"
 
     def allocate(self) -> list[torch.Tensor]:
@@ -31,7 +32,7 @@ class Zero1(FlatExchange):
 
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
         out = self._mine(bucket) if self._sums is None else self._sums.target(bucket)
-        return self.world.reduce_scatter(out, vector)
+        return self.reducer.reduce_scatter(bucket, out, vector)
 
     def settle(self) -> None:
         if self._sums is not None:

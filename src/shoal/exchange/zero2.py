@@ -8,11 +8,12 @@ because no worker ever holds a whole gradient; that costs traffic which zero1 do
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter
 
 import torch
 
-from shoal.exchange.base import BucketOptions
 from shoal.exchange.flat import FlatExchange
+from shoal.exchange.setup import BucketOptions
 from shoal.exchange.slices import SliceSums
 from shoal.exchange.zero1 import gather_parameters
 from shoal.types import Memory, Promise
@@ -27,6 +28,7 @@ class Zero2(FlatExchange):
     """Full buckets are reduce-scattered into the worker's slice, and their vectors are used again at once."""
 
     promise = Promise.EXACT
+    compresses = True
     summary = "optimizer state and gradients cut over the workers"
     reduces_each_micro_batch = True
 
@@ -45,7 +47,7 @@ class Zero2(FlatExchange):
         return vector
 
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
-        handle = self.world.reduce_scatter(self._sums.target(bucket), vector)
+        handle = self.reducer.reduce_scatter(bucket, self._sums.target(bucket), vector)
         self._busy.append((handle, vector))
         return handle
 
@@ -71,7 +73,9 @@ class Zero2(FlatExchange):
 
     def _release(self) -> None:
         handle, vector = self._busy.popleft()
+        begun = perf_counter()
         handle.wait()
+        self.waited += perf_counter() - begun
         base = vector._base
         self._free.append(base if base is not None else vector)
 

@@ -20,7 +20,6 @@ import torch
 from shoal.exchange.base import (
     Exchange,
     Held,
-    Setup,
     State,
     Tally,
     back_propagate,
@@ -29,9 +28,10 @@ from shoal.exchange.base import (
     trainable,
 )
 from shoal.exchange.gathers import Gathers
-from shoal.exchange.local import local, local_gradient
+from shoal.exchange.here import local, local_gradient
 from shoal.exchange.rows import Rows, watch
 from shoal.exchange.scatters import Scatters
+from shoal.exchange.setup import Setup
 from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
 from shoal.optimizer import (
     make_optimizer,

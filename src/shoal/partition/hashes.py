@@ -45,5 +45,10 @@ def hash_keys(keys: npt.NDArray[Any]) -> Hashes:
 
 
 def to_unit(hashes: Hashes) -> Weights:
-    """Each hash as a number above 0 and below 1, evenly spread."""
-    return ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+    """Each hash as a number above 0 and below 1, evenly spread.
+
+    >>> float(to_unit(np.array([2**64 - 1], dtype=np.uint64))[0]) < 1.0
+    True
+    """
+    units = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+    return np.minimum(units, 1.0 - 2.0**-53)  # the half is lost on the largest, which would be 1

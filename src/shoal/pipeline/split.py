@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError
+from shoal.pipeline.choose import choose
 from shoal.pipeline.proof import find_leak, record, refusal
 from shoal.pipeline.spine import Calls, Interception, Spine, call_of, observe, slots, undisturbed
 from shoal.pipeline.stage import Stage, plan_stages, stages_of_tensors
@@ -54,12 +55,13 @@ def find_split(
     named: Sequence[str] = (),
     costs: Sequence[float] | None = None,
     together: Together = (),
+    speeds: Sequence[float] = (),
 ) -> Split:
     """Cut a model into stages of like cost, and prove on `inputs`, a real micro-batch, that they compute the same.
 
     `named` are the modules to choose boundaries from; without them they are found. `costs` are those of
     `span_costs`, measured elsewhere: with the same ones, every worker finds the same split. Modules of one group of
-    `together` come into one stage.
+    `together` come into one stage. `speeds`, one for each stage, let faster ones have more.
 
     >>> model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
     >>> split = find_split(model, torch.zeros(4, 3), stages=2, costs=[1, 1, 1])
@@ -78,7 +80,7 @@ def find_split(
     truth = record(model, inputs, places)
     leak = None
     while len(places) >= stages - 1:
-        cuts = choose(spans, stages)
+        cuts = choose(spans, stages, speeds)
         planned = plan_stages(model, spine, [places[cut - 1] for cut in cuts])
         leak = find_leak(model, inputs, planned, truth)
         if leak is None:
@@ -105,32 +107,6 @@ def span_costs(
 ) -> tuple[float, ...]:
     """Seconds of the forward pass before, between and after the places where the model may be split."""
     return _measure(model, inputs, find_places(model, observe(model, inputs), named, together))
-
-
-def choose(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Where to cut a row of costs into this many stages, none empty, so that the largest sum is as small as can be.
-
-    Gives the index of the first cost of each stage but the first. There are at least as many costs as stages.
-
-    >>> choose([3, 1, 1, 1, 4, 2], 3)
-    (3, 5)
-    """
-    sums = [0.0, *itertools.accumulate(costs)]
-    most = [sums[:]]  # most[k][i]: the largest sum if the first i costs make k + 1 stages
-    cut: list[list[int]] = [[0] * len(sums)]
-    for k in range(1, stages):
-        row, at = [float("inf")] * len(sums), [0] * len(sums)
-        for i in range(k + 1, len(sums)):
-            at[i] = min(range(k, i), key=lambda j: max(most[k - 1][j], sums[i] - sums[j]))
-            row[i] = max(most[k - 1][at[i]], sums[i] - sums[at[i]])
-        most.append(row)
-        cut.append(at)
-    cuts: list[int] = []
-    end = len(costs)
-    for k in range(stages - 1, 0, -1):
-        end = cut[k][end]
-        cuts.insert(0, end)
-    return tuple(cuts)
 
 
 def find_places(

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from shoal import compress, exchange, pipeline
 from shoal.aggregate import make_aggregate
 from shoal.clock import make_clocks
+from shoal.compress.base import Compressor, Layout
 from shoal.config import degree_of, fill_options, parse_strategy
 from shoal.errors import ConfigError
 from shoal.exchange.ps_options import PsOptions
+from shoal.exchange.rounds import Rhythm
 from shoal.pipeline.base import PipelineOptions
 from shoal.tensor.cuts import TensorOptions
-from shoal.types import Plan
+from shoal.types import Plan, Promise
 
 Rule = Callable[[Plan, int], str | None]
+_TRIAL = Layout(64, torch.float32, torch.device("cpu"))
 
 
 def check_text(text: str, workers: int) -> Plan:
@@ -32,8 +37,7 @@ def check_text(text: str, workers: int) -> Plan:
     plan = parse_strategy(text)
     chosen = exchange.TABLE.look_up(plan.exchange.name)
     options: object = fill_options(plan.exchange, chosen.Options)
-    if plan.compressor is not None:
-        fill_options(plan.compressor, compress.TABLE.look_up(plan.compressor.name))
+    compressor_of(plan)
     if plan.tensor is not None:
         fill_options(plan.tensor, TensorOptions)
     if not 0 < getattr(options, "bucket_mb", 1.0) < float("inf"):
@@ -116,6 +120,68 @@ def tensor_options(plan: Plan) -> TensorOptions:
     return TensorOptions() if plan.tensor is None else fill_options(plan.tensor, TensorOptions)
 
 
+def compressor_of(plan: Plan) -> Compressor | None:
+    """What gradients go through on the wire; None where they travel as they are.
+
+    >>> compressor_of(parse_strategy("ddp + none")), compressor_of(parse_strategy("ddp + int8"))
+    (None, Int8(feedback=False))
+    """
+    made = compress.make_compressor(plan.compressor) if plan.compressor is not None else None
+    return None if made is None or made.promise is Promise.EXACT else made
+
+
+def promise_of(plan: Plan) -> Promise:
+    """What a strategy guarantees about its numbers: the weakest promise of its pieces.
+
+    >>> [promise_of(parse_strategy(text)).name for text in ("ddp", "ddp + int8", "local(8) + int8", "ps(ssp=2)")]
+    ['EXACT', 'CLOSE', 'CONVERGES', 'CONVERGES']
+    """
+    made, chosen = compressor_of(plan), exchange.TABLE.look_up(plan.exchange.name)
+    pieces = [chosen.promise, made.promise if made else Promise.EXACT]
+    options: object = fill_options(plan.exchange, chosen.Options)
+    if isinstance(options, PsOptions):
+        clocks = make_clocks(options.clock, options.ssp, options.then, options.after)
+        pieces += [clock.promise for _, clock in clocks] + [make_aggregate(options.aggregate).promise]
+    return max(pieces, key=list(Promise).index)
+
+
+def _compressor_fits(plan: Plan, workers: int) -> str | None:
+    del workers
+    chosen = exchange.TABLE.look_up(plan.exchange.name)
+    if plan.compressor is None or plan.compressor.name == "none" or plan.exchange.name == "solo":
+        return None
+    if not chosen.compresses:
+        able = ", ".join(name for name, other in exchange.TABLE.items() if other.compresses)
+        return f"{plan}: nothing can be compressed under {plan.exchange.name}; it can be under {able}."
+    made = compressor_of(plan)
+    if made is not None and made.tried and (chosen.counts_own or chosen.apart):
+        return (
+            f"{plan}: auto compares whole steps, which workers do not take together there; name a compressor."
+        )
+    if made is not None and chosen.apart and made.code(_TRIAL).rounds > 1:
+        return (
+            f"{plan}: {plan.compressor.name} needs the sum of all workers on its way, and they meet at servers only; use "
+            "int8 or topk(0.01)."
+        )
+    return None
+
+
+def _quorum_fits(plan: Plan, workers: int) -> str | None:
+    del workers
+    options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
+    rhythm = getattr(options, "rhythm", None)
+    if (
+        isinstance(rhythm, Rhythm)
+        and rhythm.quorum < 1
+        and (plan.tensor is not None or plan.pipeline is not None)
+    ):
+        return (
+            f"{plan}: with a quorum each worker may be at another step, and those who hold one model between them may "
+            "not; use quorum=1, or leave tpN and ppN out."
+        )
+    return None
+
+
 def _models_are_whole(plan: Plan, workers: int) -> str | None:
     del workers
     whole = exchange.TABLE.look_up(plan.exchange.name).whole_models
@@ -141,6 +207,7 @@ def _server_options_fit(plan: Plan, workers: int) -> str | None:
             f"{plan.exchange}: {options.aggregate} compares the parts of a step, and {alone[0]} applies each alone; "
             "use bsp, or aggregate=weighted."
         )
+    # With tier=host it is hosts that are waited for, and how many there are shows when they have met (Turn).
     if not 0 <= options.backup < workers or (options.backup and alone):
         return (
             f"{plan.exchange}: backup={options.backup} leaves {workers - options.backup} of {workers} workers to wait "
@@ -160,5 +227,7 @@ RULES: tuple[Rule, ...] = (
     _schedule_fits,
     _replicas_divide,
     _models_are_whole,
+    _compressor_fits,
+    _quorum_fits,
     _server_options_fit,
 )

@@ -195,7 +195,7 @@ class Chain:
                 self.send(self.after, replace(message, epoch=self.view.epoch))
                 self.sent = now
         name, args = message.meta
-        op = Operation(name, message.clock, args, message.tensor, message.client)
+        op = Operation(name, message.clock, args, message.tensor, message.client, message.codec)
         try:
             status, value = OK, self.machine.apply(op).value
         except Refused as reason:

@@ -17,6 +17,8 @@ from shoal.server.view import View
 RETRY = 0.5
 """Seconds after which an unanswered call is sent again; a question may have to wait, and is repeated more seldom."""
 RETRY_ASK = 2.0
+SLOWEST = 5e6
+"""Bytes a second that a wire carries at least: what is on its way is not sent again before it can be there."""
 
 
 @dataclass
@@ -34,16 +36,22 @@ class Request:
     then: Callable[[Request], None] | None = None
     answer: Answer | None = None
     refusal: str = ""
-    sent: float = -1e9
+    codec: int = 0
+    weight: int = 0
+    """Bytes that go over a wire for it, there or back."""
+    due: float = -1e9
+    """When it goes out again."""
     done: bool = field(default=False)
 
 
 class Client:
     """One client of a job's shards. Calls to a shard go out one after the other; questions go at once."""
 
-    def __init__(self, me: int, send: Send, first: int = 0) -> None:
-        """`first`: above every number that an earlier client of this name has used."""
-        self.me, self._send = me, send
+    def __init__(
+        self, me: int, send: Send, first: int = 0, near: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """`first`: above every number that an earlier client of this name has used. `near`: who shares memory."""
+        self.me, self._send, self._near = me, send, near
         self.view = View()
         self._seq = first
         self._calls: dict[int, deque[Request]] = {}
@@ -64,9 +72,11 @@ class Client:
         tensor: torch.Tensor | None = None,
         where: Where | None = None,
         then: Callable[[Request], None] | None = None,
+        codec: int = 0,
     ) -> Request:
         """Have something done to a shard. The tensor must stay as it is until the answer is there."""
         request = self._make(Kind.CALL, shard, name, args, clock, tensor, where, then)
+        request.codec = codec
         queue = self._calls.setdefault(shard, deque())
         queue.append(request)
         if len(queue) == 1:
@@ -81,9 +91,11 @@ class Client:
         clock: int = 0,
         tensor: torch.Tensor | None = None,
         then: Callable[[Request], None] | None = None,
+        expects: int = 0,
     ) -> Request:
-        """Find something out about a shard."""
+        """Find something out about a shard. `expects`: about so many bytes of numbers."""
         request = self._make(Kind.ASK, shard, name, args, clock, tensor, None, then)
+        request.weight = expects
         self._asks[shard, request.seq] = request
         self._put(request)
         return request
@@ -101,25 +113,27 @@ class Client:
         self.now = now
         if view.epoch > self.view.epoch:
             self.view = view
-            self.send_again()
+            for request in self._under_way():
+                self._put(request)
 
-    def send_again(self) -> None:
-        """Everything that has no answer yet."""
-        for queue in self._calls.values():
-            if queue:
-                self._put(queue[0])
-        for request in list(self._asks.values()):
-            self._put(request)
+    def send_again(self, shard: int, seq: int) -> None:
+        """One request, if it has no answer yet: its tensor, or that of its answer, could not be seen."""
+        queue = self._calls.get(shard)
+        if (shard, seq) in self._asks:
+            self._put(self._asks[shard, seq])
+        elif queue and queue[0].seq == seq:
+            self._put(queue[0])
 
     def on_time(self, now: float) -> None:
         """Called often."""
         self.now = now
-        for queue in self._calls.values():
-            if queue and now - queue[0].sent >= RETRY:
-                self._put(queue[0])
-        for request in list(self._asks.values()):
-            if now - request.sent >= RETRY_ASK:
+        for request in self._under_way():
+            if now >= request.due:
                 self._put(request)
+
+    def _under_way(self) -> list[Request]:
+        """What has been sent and is not answered."""
+        return [queue[0] for queue in self._calls.values() if queue] + list(self._asks.values())
 
     def _make(
         self,
@@ -133,13 +147,17 @@ class Client:
         then: Callable[[Request], None] | None,
     ) -> Request:
         self._seq += 1
-        return Request(kind, shard, self._seq, name, args, clock, tensor, where, then)
+        weight = 0 if tensor is None else tensor.nbytes
+        return Request(kind, shard, self._seq, name, args, clock, tensor, where, then, weight=weight)
 
     def _put(self, request: Request) -> None:
         if not self.view.chains:
             return
-        request.sent = self.now
         target = self.view.head(request.shard) if request.kind == Kind.CALL else self.view.tail(request.shard)
+        near = self._near(target)
+        request.weight = 0 if near else request.weight
+        ahead = 0 if near else sum(other.weight for other in self._under_way())  # this one among them
+        request.due = self.now + (RETRY if request.kind == Kind.CALL else RETRY_ASK) + ahead / SLOWEST
         message = Message(
             request.kind,
             self.view.epoch,
@@ -150,6 +168,7 @@ class Client:
             meta=[request.name, request.args],
             tensor=request.tensor,
             where=request.where,
+            codec=request.codec,
         )
         self._send(target, message)
 

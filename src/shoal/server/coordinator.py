@@ -19,7 +19,7 @@ from shoal.server.chain import Send
 from shoal.server.client import Client, Request
 from shoal.server.members import (
     Server,
-    Terms,
+    ServiceTerms,
     Worker,
     all_whole,
     can_do_without,
@@ -52,7 +52,7 @@ class Coordinator:
         self.workers: dict[int, Worker] = {}
         self.met: set[int] = set()  # every worker that has ever spoken
         self.view = View()
-        self.terms: Terms | None = None
+        self.terms: ServiceTerms | None = None
         # Whoever takes over waits for those who know more; the first of all has nothing to learn.
         self._learning_until: float | None = None if generation == 1 else math.inf
         self._client = Client(COORDINATOR, send, first=self._base)
@@ -165,7 +165,9 @@ class Coordinator:
             worker.lost = False
         if self.terms is None and told.get("terms") is not None:
             sizes, kinds, servers, replicas, patience = told["terms"]
-            self.terms = Terms(tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience))
+            self.terms = ServiceTerms(
+                tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience)
+            )
             self._dirty = True
         stale = message.epoch != self.view.epoch and self.view.epoch
         self._send(source, self._as_message() if stale else self._news())

@@ -26,7 +26,7 @@ from shoal.errors import ConfigError
 from shoal.server import asked
 from shoal.server.asked import Named
 from shoal.server.machine import Answer, Machine, Operation, Refused
-from shoal.server.shard import Shard
+from shoal.server.shard import DenseShard
 
 _LATE = 8
 """Norms of so many steps before the floor are remembered: a slow worker may still ask for them."""
@@ -37,7 +37,7 @@ class Dense(Machine):
     """The state machine of one dense shard."""
 
     def __init__(self) -> None:
-        self._shard: Shard | None = None
+        self._shard: DenseShard | None = None
         self._floor = 0
         """All steps below are over."""
         self._done: dict[int, set[int]] = {}
@@ -80,24 +80,32 @@ class Dense(Machine):
 
     # Changes.
 
+    @property
+    def _begun(self) -> bool:
+        """Whether training has: first values are for a shard that has had no gradient."""
+        return bool(self._done) or (self._shard is not None and bool(self._shard.staged.steps))
+
     def _init(self, op: Operation) -> Answer:
-        before = None if self._shard is None else self._shard.memory
+        before = None if self._shard is None or self._begun else self._shard.memory
         try:
             clock = asked.natural(op.clock, "the step")
-            shard = Shard.make(op.args, asked.flat(op.tensor), before)
+            shard = DenseShard.make(op.args, asked.flat(op.tensor), before)
         except _UNREADABLE as error:
             raise asked.refusal(op, error) from None
+        if self._begun:  # of a worker that was thought lost, and comes late
+            shard.memory.close()
+            return Answer({"dup": True})
         if before is not None and before is not shard.memory:
             before.close()
         self._shard, self._seen = shard, None
         self._floor, self._done, self._norms, self._kept = clock, {}, {}, None
-        return Answer({"version": shard.memory.version})
+        return Answer({"dup": False, "version": shard.memory.version})
 
     def _load(self, op: Operation) -> Answer:
         shard = self._ready(op)
         try:
             entry = asked.entry(op.args, op.tensor, shard.size, len(shard.trained.pieces))
-            takes = shard.trained.takes(entry)
+            takes = shard.trained.takes(entry) and not self._begun
         except _UNREADABLE as error:
             raise asked.refusal(op, error) from None
         if takes:
@@ -109,7 +117,7 @@ class Dense(Machine):
         try:
             part = asked.natural(op.args["part"], "the part")
             micro = asked.natural(op.args.get("micro", 0), "the micro-batch")
-            gradient = asked.flat(op.tensor, shard.size)
+            gradient = shard.gradient_of(op, micro)
         except _UNREADABLE as error:
             raise asked.refusal(op, error) from None
         if self._is_done(op.clock, part) or shard.staged.has(op.clock, part, micro):
@@ -156,7 +164,7 @@ class Dense(Machine):
         self._finish(shard, op, parts, floor)
         return Answer({"dup": False})
 
-    def _ready(self, op: Operation) -> Shard:
+    def _ready(self, op: Operation) -> DenseShard:
         if self._shard is None:
             raise Refused(f"{op.name} came before init; give the shard its values first.")
         if op.clock < 0:
@@ -185,7 +193,7 @@ class Dense(Machine):
                 f"parts {others} are in one sum with those named; name all, or init the shard with hold."
             )
 
-    def _take(self, shard: Shard, step: int, named: Named) -> torch.Tensor:
+    def _take(self, shard: DenseShard, step: int, named: Named) -> torch.Tensor:
         seen, self._seen = self._seen, None
         if seen is not None and seen[:2] == (step, named):
             shard.staged.forget(step, named.parts)
@@ -199,7 +207,7 @@ class Dense(Machine):
             self._shard.staged.pool.give_back(self._seen[2])
             self._seen = None
 
-    def _finish(self, shard: Shard, op: Operation, parts: Iterable[int], floor: int) -> None:
+    def _finish(self, shard: DenseShard, op: Operation, parts: Iterable[int], floor: int) -> None:
         self._done.setdefault(op.clock, set()).update(parts)
         norm = op.args.get("norm")
         self._norms[op.clock] = None if norm is None else float(norm)
@@ -213,7 +221,7 @@ class Dense(Machine):
 
     # Questions.
 
-    def _values(self, shard: Shard, op: Operation) -> Answer | None:
+    def _values(self, shard: DenseShard, op: Operation) -> Answer | None:
         wanted = asked.natural((op.args or {}).get("applied", 0), "applied")
         over = self._floor
         while over in self._done:
@@ -222,11 +230,11 @@ class Dense(Machine):
             return None
         return Answer({"version": shard.memory.version}, shard.memory.tensor, shard.memory.where)
 
-    def _gradient(self, shard: Shard, op: Operation) -> Answer | None:
+    def _gradient(self, shard: DenseShard, op: Operation) -> Answer | None:
         found = self._look(shard, op)
         return None if found is None else Answer(tensor=found.clone())
 
-    def _squares(self, shard: Shard, op: Operation) -> Answer | None:
+    def _squares(self, shard: DenseShard, op: Operation) -> Answer | None:
         ranges = [
             tuple(asked.natural(end, "the end of a range") for end in pair) for pair in op.args["ranges"]
         ]
@@ -239,7 +247,7 @@ class Dense(Machine):
             return None
         return Answer([float(torch.linalg.vector_norm(found[start:stop])) ** 2 for start, stop in ranges])
 
-    def _look(self, shard: Shard, op: Operation) -> torch.Tensor | None:
+    def _look(self, shard: DenseShard, op: Operation) -> torch.Tensor | None:
         """The gradient of the parts that a question names; None if one is not staged yet."""
         named = asked.named(op.args["parts"])
         if self._kept is not None and self._kept[0] == op.clock:
@@ -258,11 +266,11 @@ class Dense(Machine):
             self._seen = (op.clock, named, gradient)
         return gradient
 
-    def _keys(self, shard: Shard, op: Operation) -> Answer:
+    def _keys(self, shard: DenseShard, op: Operation) -> Answer:
         del op
         return Answer(shard.trained.state_keys())
 
-    def _state(self, shard: Shard, op: Operation) -> Answer:
+    def _state(self, shard: DenseShard, op: Operation) -> Answer:
         entry = shard.trained.read(str(op.args["key"]))
         return Answer(entry.plain(), entry.tensor if entry.each else None)
 
@@ -278,7 +286,7 @@ class Dense(Machine):
 
     def restore(self, value: Any, tensor: torch.Tensor) -> None:
         before = None if self._shard is None else self._shard.memory
-        shard = None if value is None else Shard.load(value["shard"], tensor)
+        shard = None if value is None else DenseShard.load(value["shard"], tensor)
         if before is not None:
             before.close()
         self._shard, self._seen = shard, None

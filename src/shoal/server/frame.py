@@ -21,8 +21,8 @@ from shoal.server.message import Kind, Message, Where
 
 MAGIC = b"SHOL"
 VERSION = 1
-RAW = 0
-"""The codec of tensors that travel as they are. Others may follow."""
+RAW, CODED = 0, 1
+"""Codecs: tensors that travel as they are, and what the compressor of a shard makes of them."""
 META_LIMIT = 64 << 20
 """Bytes of a plain value."""
 PAYLOAD_LIMIT = 16 << 30
@@ -99,7 +99,7 @@ def encode(message: Message) -> list[Part]:
             VERSION,
             message.kind,
             code,
-            RAW,
+            message.codec,
             0,
             message.shard,
             message.epoch,
@@ -147,7 +147,7 @@ def decode(frames: Sequence[Part]) -> Message:
         )
     if SUM.unpack_from(first, HEAD.size)[0] != checksum(first[: HEAD.size], meta, payload):
         raise BadFrame("the checksum does not match")
-    if kind not in _KINDS or codec != RAW or flags:
+    if kind not in _KINDS or codec not in (RAW, CODED) or flags:
         raise BadFrame(f"kind {kind}, codec {codec}, flags {flags}: one of them is unknown")
     if bool(code) != (len(frames) == 3):
         raise BadFrame(f"{len(frames)} frames with dtype {code}")
@@ -155,7 +155,7 @@ def decode(frames: Sequence[Part]) -> Message:
     if code and where is not None:
         raise BadFrame("a tensor that is both here and elsewhere")
     tensor = _tensor(payload, _dtype(code)) if code else None
-    return Message(_KINDS[kind], epoch, shard, client, seq, place, clock, value, tensor, where)
+    return Message(_KINDS[kind], epoch, shard, client, seq, place, clock, value, tensor, where, codec)
 
 
 def checksum(head: Part, meta: Part, payload: Part) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shoal.server.machine import Answer, Machine, Operation, Refused
-from shoal.server.steps import FREE, Done, Step, Terms, disagreement, sum_of
+from shoal.server.steps import FREE, Done, Step, WorkTerms, disagreement, sum_of
 
 _RECENT = 16
 """What so many steps came to is remembered, for those who ask late."""
@@ -30,7 +30,7 @@ class Ledger(Machine):
     """The state of the whole job's work."""
 
     def __init__(self) -> None:
-        self.terms = Terms()
+        self.terms = WorkTerms()
         self.ready = False
         """Whether the shards have their first values."""
         self.oldest = 0
@@ -76,7 +76,7 @@ class Ledger(Machine):
 
     def _agree(self, op: Operation) -> dict[str, Any]:
         """By which clock, and among how many, the work is done."""
-        asked = Terms(**op.args)
+        asked = WorkTerms(**op.args)
         known = self.terms
         if known.parts and (asked.parts, asked.windows, asked.backup) != (
             known.parts,
@@ -258,7 +258,7 @@ class Ledger(Machine):
 
     def restore(self, value: Any, tensor: torch.Tensor) -> None:
         del tensor
-        self.terms = Terms(**value["terms"])
+        self.terms = WorkTerms(**value["terms"])
         self.ready, self.oldest, self.memo = value["ready"], value["oldest"], value["memo"]
         self.steps = {
             number: Step(dict(claimed), {part: Done(*rest) for part, *rest in done})

@@ -13,7 +13,7 @@ from shoal.server.client import Client, Request
 from shoal.server.keys import JobKeys
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
-from shoal.server.post import Post
+from shoal.server.post import Post, same_host
 from shoal.server.wire import Wire
 from shoal.server.work import Conversation
 
@@ -35,7 +35,7 @@ class Link:
         self.rank, self._terms = rank, list(terms)
         self._out: deque[tuple[int, Message]] = deque()
         self.lock = threading.Condition()
-        self.client = Client(self.me, self._queue)
+        self.client = Client(self.me, self._queue, near=lambda server: same_host(me, server))
         self._post = Post(Wire(self.me, keys, listen=None))
         self._post.know(COORDINATOR, coordinator)
         self._ended, self._problem = False, ""
@@ -138,7 +138,7 @@ class Link:
 
     def _take(self, message: Message, now: float) -> None:
         if message.kind == Kind.UNSEEN:
-            self.client.send_again()
+            self.client.send_again(message.shard, message.seq)
             return
         if message.kind == Kind.ALIVE:
             self.news = {**message.meta, "epoch": message.epoch}

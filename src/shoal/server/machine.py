@@ -27,6 +27,8 @@ class Operation:
     tensor: torch.Tensor | None = None
     """Flat; borrowed: whoever needs it after the call copies it."""
     client: int = 0
+    codec: int = 0
+    """Not 0: the tensor is what a compressor has made of the numbers."""
 
 
 @dataclass(frozen=True, slots=True)

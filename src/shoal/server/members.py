@@ -34,7 +34,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServiceTerms:
     """What a job asks of its servers; the same from every worker."""
 
     sizes: tuple[int, ...]

@@ -66,3 +66,5 @@ class Message:
     """Flat, on the CPU."""
     where: Where | None = None
     """Instead of bytes: where they are. The receiver's transport fills `tensor` from it, so both may be set."""
+    codec: int = 0
+    """Not 0: the tensor is not numbers, but what a compressor has made of them."""

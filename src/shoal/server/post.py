@@ -81,7 +81,10 @@ class Post:
                 tensor = self.opened.tensor(message.where)
                 if tensor is None:
                     told = message.where.path
-                    self.wire.send(source, replace(message, kind=Kind.UNSEEN, where=None, meta=told))
+                    unseen = replace(message, kind=Kind.UNSEEN, where=None, meta=told)
+                    self.wire.send(source, unseen)
+                    if message.kind == Kind.REPLY:  # whoever asked has to ask again, now that it is known
+                        found.append((source, unseen))
                     continue
                 message = replace(message, tensor=tensor)
             found.append((source, message))

@@ -43,6 +43,11 @@ class RowParts:
     def __len__(self) -> int:
         return len(self._staged)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient has come."""
+        return bool(self._staged or self._done)
+
     def is_over(self, step: int, part: int) -> bool:
         return step < self._floor or part in self._done.get(step, ())
 

@@ -30,7 +30,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Terms:
+class TableTerms:
     """What a table is."""
 
     name: str
@@ -46,7 +46,7 @@ class Terms:
     """Rows of this shard that may take memory; 0: all."""
 
     @classmethod
-    def of(cls, args: Any) -> Terms:
+    def of(cls, args: Any) -> TableTerms:
         """From outside: checked."""
         try:
             made = cls(**args)
@@ -71,9 +71,9 @@ class Rows(Machine):
     """One shard of a table of rows."""
 
     def __init__(self) -> None:
-        self._terms: Terms | None = None
+        self._terms: TableTerms | None = None
 
-    def begin(self, terms: Terms, start: int) -> None:
+    def begin(self, terms: TableTerms, start: int) -> None:
         """Be an empty table whose first step is `start`."""
         self._optimizer = RowOptimizer.of(terms.optimizer)
         self._terms, self._dtype, self._version = terms, TYPES[terms.dtype], 0
@@ -85,7 +85,7 @@ class Rows(Machine):
             raise Refused("this shard of a table has not been set up; send it init first.")
 
     @property
-    def _set(self) -> Terms:
+    def _set(self) -> TableTerms:
         assert self._terms is not None
         return self._terms
 
@@ -117,8 +117,9 @@ class Rows(Machine):
         return questions[op.name](op)
 
     def _init(self, op: Operation) -> Answer:
-        """Replaces everything. The first step to come is that of the operation."""
-        self.begin(Terms.of(op.args), op.clock)
+        """Replaces everything, before training begins. The first step to come is that of the operation."""
+        late = self._terms is not None and self._parts.begun  # of a worker that was thought lost
+        (Rows() if late else self).begin(TableTerms.of(op.args), op.clock)
         return Answer({})
 
     def _stage(self, op: Operation) -> Answer:
@@ -181,8 +182,9 @@ class Rows(Machine):
                 "optimizer that they were saved with."
             )
         check_ids(columns[0].view(-1), self._set.rows)
-        self._table.load(columns)
-        self._table.evict()
+        if not self._parts.begun:
+            self._table.load(columns)
+            self._table.evict()
         return Answer({})
 
     def _read(self, op: Operation) -> Answer | None:
@@ -257,7 +259,7 @@ class Rows(Machine):
         self._terms = None
         if value is None:
             return
-        self.begin(Terms.of(value["terms"]), 0)
+        self.begin(TableTerms.of(value["terms"]), 0)
         self._optimizer = self._optimizer.with_settings([value["settings"]])
         self._version, table = value["version"], self._table
         kinds = [(value["rows"] * width, dtype) for _, dtype, width in table.layout]

@@ -9,30 +9,35 @@ import torch
 
 from shoal.aggregate import make_aggregate
 from shoal.server import asked
+from shoal.server.coded import Decoder, turn_of
 from shoal.server.joined import join, separate
+from shoal.server.machine import Operation, Refused
 from shoal.server.staged import Micro, Staged
 from shoal.server.trained import Entry, Trained
 from shoal.server.values import Values
 from shoal.world.memory import put
 
-_GIVEN = ("pieces", "optimizer", "aggregate", "hold")
+_GIVEN = ("pieces", "optimizer", "aggregate", "hold", "code")
 
 
-class Shard:
+class DenseShard:
     """Values with their optimizer, and staged gradients."""
 
     def __init__(self, given: Mapping[str, Any], memory: Values) -> None:
         """`given`: what `init` said. Values stay as they are. Raises if they cannot be trained so."""
-        self.given = {key: given[key] for key in _GIVEN}
+        self.given = {key: given[key] for key in _GIVEN if key != "code" or key in given}
         self.memory = memory
         values = memory.tensor
         pieces = asked.pieces(given["pieces"], values.numel())
         aggregate = make_aggregate(str(given["aggregate"]))
         self.trained = Trained(values, pieces, given["optimizer"])
         self.staged = Staged(values.numel(), values.dtype, aggregate, bool(given["hold"]))
+        ranges = [(piece.start, piece.numel) for piece in pieces]
+        code = str(given.get("code", ""))
+        self._decoder = Decoder(code, values.numel(), values.dtype, ranges) if code else None
 
     @classmethod
-    def make(cls, given: Mapping[str, Any], values: torch.Tensor, before: Values | None) -> Shard:
+    def make(cls, given: Mapping[str, Any], values: torch.Tensor, before: Values | None) -> DenseShard:
         """With these values, in the memory of a shard before it if that fits, which changes last."""
         size, dtype = values.numel(), values.dtype
         fits = before is not None and before.fits(size, dtype)
@@ -42,6 +47,14 @@ class Shard:
         with memory.writing():
             put(memory.tensor, values)
         return shard
+
+    def gradient_of(self, op: Operation, micro: int) -> torch.Tensor:
+        """What came along, as one number a value; borrowed until the next."""
+        if not op.codec:
+            return asked.flat(op.tensor, self.size)
+        if self._decoder is None:
+            raise Refused("a coded gradient came, and this shard was not told of a code; name it in init.")
+        return self._decoder.decode(op.tensor, turn_of(op.clock, micro))
 
     @property
     def size(self) -> int:
@@ -69,7 +82,7 @@ class Shard:
         return value, tensor
 
     @classmethod
-    def load(cls, value: Mapping[str, Any], tensor: torch.Tensor) -> Shard:
+    def load(cls, value: Mapping[str, Any], tensor: torch.Tensor) -> DenseShard:
         """What `save` gave, with memory of its own."""
         values, *rest = separate(value["layout"], tensor)
         memory = Values(values.numel(), values.dtype, value["version"])

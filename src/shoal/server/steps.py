@@ -29,7 +29,7 @@ class Step:
 
 
 @dataclass
-class Terms:
+class WorkTerms:
     """What the workers have agreed on: how much work there is, and by which clock."""
 
     parts: int = 0

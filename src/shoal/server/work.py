@@ -72,11 +72,18 @@ class Work:
             yield from self._answer(self.client.ask(LEDGER, "turn", {"stop": stop}))
 
     def stage(
-        self, shard: int, claim: tuple[int, int], micro: int, tensor: torch.Tensor, where: Where | None = None
+        self,
+        shard: int,
+        claim: tuple[int, int],
+        micro: int,
+        tensor: torch.Tensor,
+        where: Where | None = None,
+        codec: int = 0,
     ) -> Request:
         """Send a gradient on its way; `done` waits for it."""
         step, part = claim
-        request = self.client.call(shard, "stage", {"part": part, "micro": micro}, step, tensor, where)
+        args = {"part": part, "micro": micro}
+        request = self.client.call(shard, "stage", args, step, tensor, where, codec=codec)
         self._staged.append(request)
         return request
 

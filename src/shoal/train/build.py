@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,20 +16,30 @@ from shoal.data.feed import Feed
 from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
-from shoal.exchange.base import Setup
+from shoal.exchange.base import Exchange
+from shoal.exchange.setup import Setup
 from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
 from shoal.partition.block import Block
 from shoal.pipeline.base import Schedule
-from shoal.plan.check import check_text, pipeline_options, replicas_of, tensor_options
+from shoal.plan.check import (
+    check_text,
+    compressor_of,
+    pipeline_options,
+    promise_of,
+    replicas_of,
+    tensor_options,
+)
 from shoal.report.meter import Meter
 from shoal.tensor import loss_context
 from shoal.train import precision
 from shoal.train.apart import apart, order_of_use, sharers
+from shoal.train.balance_rules import balance_of, check_balance
+from shoal.train.balancing import key_for, stage_speeds
 from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
 from shoal.train.clip import make_clip
 from shoal.train.divide import Divided, Found, Trial, divide, find_division
-from shoal.train.model import agree_on_model, make_model
+from shoal.train.model import Values, agree_on_model, make_model
 from shoal.train.order import Order, check_kinds
 from shoal.train.parts import Parts
 from shoal.train.pipelined import Job, Pipelined
@@ -55,11 +66,8 @@ def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
 def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
     world, chosen, clip = mesh.world, precision.TABLE.look_up(order.precision), make_clip(order.clip)
     feed = make_feed(order, plan, mesh)
-    lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
-    model, values = make_model(order.model, order.seed, chosen.model, lazily)
-    if values is None:
-        model.to(world.device)
-    recorder = Recorder(record, world.rank, _stands_for(order, feed)) if record else None
+    model, values = _make_model(order, plan, mesh, record)
+    recorder = Recorder(record, world.rank, _stands_for(order, feed), promise_of(plan)) if record else None
     if recorder is not None:
         recorder.start(model)
     agree_on_model(model, mesh.data if apart(plan) else world)
@@ -87,8 +95,10 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             recorded=bool(record),
             order=order_of_use(make_trial(order, model, feed, world.device)) if apart(plan) else (),
             peers=mesh.joined,
+            compressor=compressor_of(plan),
         ),
     )
+    check_meetings(order, plan, made)
     options = tensor_options(plan)
     if pipelined is not None:
         pipelined.connect(made, lambda: loss_context(options))
@@ -99,6 +109,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         loss=order.loss,
         inputs=job.inputs,
         loader=make_loader(feed),
+        balance=balance_of(order, bool(record)),
         exchange=made,
         whole=Whole(mesh, made, shape, divided.layout, divided.same),
         streams=streams,
@@ -112,6 +123,14 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
         recorder=recorder,
         count_per_sample=1.0,
     )
+
+
+def _make_model(order: Order, plan: Plan, mesh: Mesh, record: str) -> tuple[nn.Module, Values | None]:
+    """The model on its device; or on none, where its parameters are made one by one when they have been cut."""
+    lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
+    dtype = precision.TABLE.look_up(order.precision).model
+    model, values = make_model(order.model, order.seed, dtype, lazily)
+    return (model.to(mesh.world.device) if values is None else model), values
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
@@ -170,7 +189,10 @@ def find_in_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: 
     if mesh.stages.size > 1:
         _check_batchnorm(model, feed)
     trial, at = make_trial(order, model, feed, mesh.world.device), pipeline_options(plan).split
-    return find_division(trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), at)
+    speeds = partial(stage_speeds, balance_of(order), mesh, key_for(Shape.of(model), mesh.world))
+    return find_division(
+        trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), at, speeds
+    )
 
 
 def make_trial(order: Order, model: nn.Module, feed: Feed, device: torch.device) -> Trial:
@@ -242,12 +264,22 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         )
     parts = order.accumulate * pipeline_options(plan).microbatches
     among = sharers(plan, mesh)
+    check_balance(order, plan, mesh, among.size)
     needed = among.size * parts
     if order.global_batch < needed:
         who = "workers" if mesh.model.size == 1 else "replicas"
         raise ConfigError(
             f"global_batch={order.global_batch} cannot be cut into {among.size} {who} × {parts} "
             f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
+        )
+
+
+def check_meetings(order: Order, plan: Plan, made: Exchange) -> None:
+    """Refuse what needs all workers at every step, where they need not be there."""
+    if made.meets_after > 1 and (order.batchnorm == "sync" or is_stream(order.data)):
+        what = "batchnorm='sync'" if order.batchnorm == "sync" else "a stream"
+        raise ConfigError(
+            f"{what} under {plan}: with a quorum a slow worker leaves steps out, and {what} cannot; use quorum=1."
         )
 
 

@@ -24,8 +24,10 @@ from shoal.train.state import (
     check_types,
     collect,
     collect_rows,
+    holders,
     restore,
     restore_optimizer,
+    restore_owned,
     restore_rows,
 )
 
@@ -73,6 +75,12 @@ class Checkpoints:
         root = wishes.root
         if root is None:
             return
+        meets_after = parts.exchange.meets_after
+        if wishes.every is not None and wishes.every % meets_after:
+            raise ConfigError(
+                f"checkpoint_every={wishes.every} under {plan}: with a quorum workers are at the same step only after "
+                f"every {meets_after}; use a multiple of {meets_after}."
+            )
         if PEER in wishes.copies:
             self._peers = Peers(parts.savers, root)
         self._remotes = [Remote(url) for url in wishes.copies if url != PEER]
@@ -192,9 +200,14 @@ class Checkpoints:
                 if set(order) == set(parts.exchange.order):
                     parts.exchange.lay_out_again(order)
             restore_optimizer(parts.whole, reader)
+        restore_owned(parts.whole, reader)
         if parts.scale.dynamic and state["scale"] is not None:
             parts.scale.value, parts.scale.good_steps = state["scale"], state["good_steps"]
         parts.count_per_sample = state["count_per_sample"]
+        if len(state.get("numbers", ())) == parts.mesh.data.size:
+            own = state["numbers"][parts.mesh.data.rank]
+            parts.count_per_sample = own["count_per_sample"]
+            parts.exchange.load_numbers(own)
         by_module = state.get("streams", {}).get("by_module")
         if by_module is not None:
             parts.streams.go_on(by_module)
@@ -208,6 +221,7 @@ class Checkpoints:
                 )
             for sentence in told if parts.savers.rank == 0 else ():
                 print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
+        parts.balancing.go_on(reader.manifest.step, state.get("speeds"))
         return Progress(reader.manifest.step, state["schedule"])
 
     def _check_optimizer(self, reader: Reader) -> None:
@@ -231,7 +245,13 @@ class Checkpoints:
             "cursor": parts.loader.cursor(progress.step).to_state(),
             "streams": {"seed": parts.streams.seed, "by_module": parts.streams.by_module},
             "sorted_by": _sorted_by(parts),
+            "speeds": parts.balancing.speeds,
             "replicas": parts.mesh.data.size,
+            "workers": parts.world.size,
+            "holders": holders(parts.whole),
+            "numbers": parts.mesh.data.gather_values(
+                {"count_per_sample": parts.count_per_sample, **parts.exchange.numbers()}
+            ),
             "ties": dict(parts.whole.shape.others),
         }
         return Facts(name, progress.step, self._plan, state)

@@ -6,7 +6,7 @@ data flows through it. What is found there is proved before anything is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,10 @@ from shoal.tensor import Cuts, TensorLayout, TensorOptions, apply_cuts, check_op
 from shoal.train.loss import Loss, as_sum_and_count
 from shoal.train.precision import Precision
 from shoal.world.mesh import Mesh
+
+Speeds = Callable[[Sequence[float]], Sequence[float]]
+"""From the seconds that a pass of the whole model took each worker to the speed of each rank of a pipeline; empty: all
+alike."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ def find_division(
     options: TensorOptions,
     schedule: type[Schedule],
     split_at: str,
+    speeds_of: Speeds = lambda _: (),
 ) -> Found:
     """Where the model can be divided over the mesh; refuses what cannot be."""
     cuts = cut_layers(trial, mesh, rules, options) if mesh.tensor.size > 1 else None
@@ -114,9 +119,13 @@ def find_division(
         with trial.calm():
             inputs = trial.inputs(trial.batch)
             together = cuts.groups() if cuts is not None else ()
-            costs = mesh.world.gather_values(span_costs(trial.model, inputs, named, together))[0]
+            measured = mesh.world.gather_values(span_costs(trial.model, inputs, named, together))
             stages = schedule.stages_per_rank * mesh.stages.size
-            split = find_split(trial.model, inputs, stages, named, costs, together)
+            speeds = speeds_of([sum(costs) for costs in measured])
+            by_stage = (
+                [speeds[schedule.rank_of(n, mesh.stages.size)] for n in range(stages)] if speeds else ()
+            )
+            split = find_split(trial.model, inputs, stages, named, measured[0], together, by_stage)
     return Found(cuts, split, dtype)
 
 

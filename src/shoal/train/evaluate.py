@@ -27,6 +27,11 @@ Metric = Callable[[Any, Batch], Any]
 
 def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
     """Every rank calls it and gets the same answer."""
+    with parts.exchange.shown():
+        return _evaluate(parts, data, metrics, batch)
+
+
+def _evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
     world, model = parts.world, parts.model
     data_world = parts.mesh.data
     check_source(data, 1)
@@ -35,7 +40,6 @@ def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: i
             f"evaluate takes data with len() and [i], and {type(data).__name__} is a stream; use a list."
         )
     batch = min(batch, len(data))
-    parts.exchange.refresh()
     feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
     feed = dataclasses.replace(feed, rank=data_world.rank, size=data_world.size)
     loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0, partition=Block(), columns={}))

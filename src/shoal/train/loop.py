@@ -68,14 +68,20 @@ class Loop:
                 report = run_step(parts, number)
                 # Where each part is a step of its own, others may still be at this one: it is not over yet.
                 ahead = number >= progress.step
-                progress.step = max(progress.step, number + 1)
+                progress.step = max(progress.step, report.number)
                 done = goal.reached(progress.step) and not parts.exchange.apart
                 if scheduler is not None and not report.skipped and ahead:
                     advance(scheduler, report.loss)
+                    catch_up(scheduler, report.number - number - 1)
+                change = parts.balancing.after(report)
                 if console is not None:
                     console.update(report)
+                    if change is not None:
+                        console.note(str(change))
                 if events is not None:
                     events.write(report)
+                    if change is not None:
+                        events.note("shares", change.facts())
                     noted = self._note_servers(events, noted)
                 last = done or report.number == total
                 if self.checkpoints.due(report.number, last) and parts.exchange.saves:
@@ -87,6 +93,7 @@ class Loop:
             if console is not None and (facts := parts.exchange.servers()):
                 console.note(describe_servers(facts))
         finally:
+            parts.balancing.close()
             if console is not None:
                 console.close()
             if events is not None:

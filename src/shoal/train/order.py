@@ -34,6 +34,7 @@ class Order:
     collate: Collate | None = None
     shuffle: bool = True
     partition: str = "block"
+    balance: str = "even"
     columns: Columns = field(default_factory=dict)
     loader_workers: int = 0
     on_nan: str = "stop"

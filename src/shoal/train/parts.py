@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.balance.base import Balance
 from shoal.data.batch import Inputs, fits_as_it_is
 from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.exchange.base import Exchange
 from shoal.report.meter import Meter
+from shoal.train.balancing import Balancing, key_for
 from shoal.train.batchnorm import Presence
 from shoal.train.clip import Clip
 from shoal.train.loss import Loss
@@ -36,6 +38,7 @@ class Parts:
     loss: Loss
     inputs: Inputs
     loader: Loader | StreamLoader
+    balance: Balance
     exchange: Exchange
     whole: Whole
     streams: Streams
@@ -76,3 +79,6 @@ class Parts:
         """Those who save and load together."""
         self.converts = not fits_as_it_is(self.world.device, self.precision.model)
         """Whether batches have to be moved or cast."""
+        key = key_for(self.whole.shape, self.world)
+        self.balancing = Balancing(self.balance, self.mesh, self.loader, self.exchange, key)
+        """How much of a step each worker gets."""

@@ -23,7 +23,7 @@ from shoal.data.batch import Batch, Inputs, convert, length
 from shoal.data.loader import Feed, Portion
 from shoal.errors import ConfigError
 from shoal.exchange.base import Exchange, Tally
-from shoal.exchange.local import local
+from shoal.exchange.here import local
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.lower import to_torch
 from shoal.pipeline.stage import StageModule

@@ -11,17 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.errors import ConfigError
+from shoal.types import Promise
 
 
 class Recorder:
     """Every rank calls it, because gathering is collective; rank 0 writes."""
 
-    def __init__(self, folder: str, rank: int, stands_for: int) -> None:
+    def __init__(self, folder: str, rank: int, stands_for: int, promise: Promise) -> None:
         """`stands_for`: how many micro-batches this run computes for each one that the script asks for."""
         self._folder = Path(folder)
         self._writes = rank == 0
         if self._writes:
             (self._folder / "stands_for").write_text(str(stands_for))
+            (self._folder / "promise").write_text(promise.name)
 
     def start(self, model: nn.Module) -> None:
         """Both runs begin with the same weights: the first leaves its own beside its folder, the second takes them."""

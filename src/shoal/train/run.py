@@ -34,9 +34,10 @@ from shoal.train.progress import Progress
 from shoal.train.question import answer
 from shoal.train.schedule import MakeScheduler
 from shoal.types import Evaluation, StepReport, Value
+from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import from_environment
-from shoal.world.world import World, choose_device
+from shoal.world.world import World
 
 
 @dataclass(kw_only=True)
@@ -90,6 +91,8 @@ class Run:
     shuffle: bool = True
     partition: str = "block"
     """Which samples of a step go to which worker; `shoal list partition` shows the choices."""
+    balance: str = "even"
+    """How much of a step each worker gets, as "dynamic" or "static(shares=3/1)"; `shoal list balance` shows them."""
     columns: Columns = field(default_factory=dict)
     """Values that a partition divides by, one for each sample: {"length": lengths}."""
     loader_workers: int = 0
@@ -164,6 +167,7 @@ class Run:
     @property
     def module(self) -> nn.Module:
         """The model as it is being trained."""
+        self._parts.exchange.complete()
         return self._parts.model
 
     def steps(self, how_long: int | str) -> Iterator[StepReport]:

@@ -4,6 +4,8 @@
     buffer/NAME           as the first replica has it
     buffer@3/NAME         as replica 3 has it, where it differs: statistics of its own samples
     optimizer/KEY/NAME    numbers per element are cut like the parameter; others belong to it as a whole
+    warm@3/NAME           what worker 3 has found out and would find again
+    KIND/NAME             what else an exchange keeps, all replicas the same; KIND@3/NAME: as replica 3 has it
     rows/NAME/COLUMN      of a SparseEmbedding: id, values, state, step and clock of every row, by ascending ids
 
 A weight that several stages hold is one weight, under its first name.
@@ -46,7 +48,7 @@ def check_types(whole: Whole) -> None:
 def collect(whole: Whole, memo: Memo) -> State:
     """What this worker holds, and where it belongs. Every rank calls it."""
     whole.exchange.fetch()
-    return [*_parameters(whole, memo), *_optimizer(whole, memo), *_buffers(whole)]
+    return [*_parameters(whole, memo), *_optimizer(whole, memo), *_buffers(whole), *_owned(whole, memo)]
 
 
 def collect_rows(whole: Whole) -> Iterator[Piece]:
@@ -114,6 +116,57 @@ def _row_pieces(reader: Reader, name: str, paths: Mapping[str, str]) -> Iterator
             region = Region.whole((rows, width)).within(start * width, stop * width)
             columns[column] = reader.read(path, region).view(-1, width)
         yield name, columns
+
+
+def restore_owned(whole: Whole, reader: Reader) -> None:
+    """Take over what else the exchange keeps; with another number of replicas, a part of what all of them had."""
+    stored, state, rank = reader.manifest.tensors, reader.manifest.state, whole.mesh.data.rank
+    before, kinds = int(state.get("replicas", 0)), set[str]()
+    same = before == whole.mesh.data.size and state.get("holders", 0) == holders(whole)
+    for owned in whole.exchange.owned(saving=False):
+        held, name = owned.held, whole.first(owned.held.name)
+        region, mine = _region(whole, held), f"{owned.kind}@{rank}/{name}"
+        theirs = [f"{owned.kind}@{k}/{name}" for k in range(before) if f"{owned.kind}@{k}/{name}" in stored]
+        paths = [f"{owned.kind}/{name}"] if owned.alike else [mine] if same else theirs
+        if not paths or paths[0] not in stored:
+            continue
+        kinds.add(owned.kind)
+        sum_ = sum(reader.read(path, region).to(held.tensor.dtype) for path in paths)
+        assert isinstance(sum_, torch.Tensor)
+        shared = 1 if len(paths) == 1 and (owned.alike or same) else owned.holders or len(paths)
+        held.tensor.copy_((sum_ / shared if shared > 1 else sum_).view(held.tensor.shape))
+    whole.exchange.loaded(kinds)
+    own = f"warm@{whole.mesh.world.rank}/"
+    if same_workers(whole, reader.manifest):
+        whole.exchange.warm_up(
+            {path.removeprefix(own): reader.read(path) for path in stored if path.startswith(own)}
+        )
+
+
+def same_workers(whole: Whole, manifest: Manifest) -> bool:
+    """Whether as many workers as then are arranged as they were."""
+    state, mesh = manifest.state, whole.mesh
+    return bool(
+        state.get("replicas") == mesh.data.size
+        and state.get("workers") == mesh.world.size
+        and state.get("holders", 0) == holders(whole)
+    )
+
+
+def holders(whole: Whole) -> int:
+    """How many replicas hold a part of each sum that was not sent yet."""
+    return max((owned.holders for owned in whole.exchange.owned(saving=False)), default=0)
+
+
+def _owned(whole: Whole, memo: Memo) -> Iterator[tuple[Holding, torch.Tensor]]:
+    for owned in whole.exchange.owned(saving=True):
+        if owned.held.name not in whole.same:
+            kind = owned.kind if owned.alike else f"{owned.kind}@{whole.mesh.data.rank}"
+            path, tensor = f"{kind}/{owned.held.name}", owned.held.tensor
+            yield _holding(whole, memo, path, owned.held, tensor), tensor
+    for name, tensor in whole.exchange.warm().items():
+        path, region = f"warm@{whole.mesh.world.rank}/{name}", Region.whole(tensor.shape)
+        yield Holding(path, region, tensor.dtype, shared=False), tensor
 
 
 def _parameters(whole: Whole, memo: Memo) -> Iterator[tuple[Holding, torch.Tensor]]:

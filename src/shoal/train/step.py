@@ -59,7 +59,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
     meter.mark("update")
     times = meter.stop()
     return StepReport(
-        number=number + 1,
+        number=exchange.through(number) + 1,
         epoch=portion.epoch,
         loss=loss,
         samples=portion.samples,
@@ -130,6 +130,9 @@ def _update(
 ) -> tuple[float | None, bool]:
     """Apply the gradients, or drop them; every rank decides alike, from numbers that are alike."""
     exchange, clip = parts.exchange, parts.clip
+    if count == 0 and exchange.counts_own:  # the last batch of an epoch may have no samples for everybody
+        exchange.drop()
+        return None, False
     if not math.isfinite(loss):
         if not parts.skip_nan:
             raise NonFiniteLoss(
@@ -154,7 +157,10 @@ def _update(
     exchange.update(factor, clip.limit if isinstance(clip, ByValue) else None)
     if parts.recorder is not None:
         parts.recorder.parameters(number, parts.whole.parameters())
+    before = parts.scale.value
     parts.scale.succeeded()
+    if parts.scale.value != before:
+        exchange.rescale(parts.scale.value / before)
     return norm, False
 
 

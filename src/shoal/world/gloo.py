@@ -21,6 +21,19 @@ def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
     return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
 
 
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """A group of its own, outside of torch's list: it may be made on any thread, when and where it is needed.
+
+    Gloo is wrapped as torch does it: the wrapper's methods run without the interpreter lock.
+    """
+    group = ProcessGroup(store, rank, size)
+    group._register_backend(
+        torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo_backend(store, rank, size, timeout)
+    )
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
 class ScatteredSum:
     """A reduce-scatter by all-to-all and a sum in rank order: gloo's own sends twice the bytes, and its order of
     summing depends on where an element lies.
@@ -51,14 +64,15 @@ class GatheredParts:
         places = out.chunk(size)
         if places[rank].data_ptr() != part.data_ptr():
             places[rank].copy_(part)
-        self._works = [group.broadcast([place], _from(source)) for source, place in enumerate(places)]
+        self._works = [group.broadcast([place], from_rank(source)) for source, place in enumerate(places)]
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
 
 
-def _from(source: int) -> BroadcastOptions:
+def from_rank(source: int) -> BroadcastOptions:
+    """The options of a broadcast from that rank."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     return options

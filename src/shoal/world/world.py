@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.errors import ConfigError
-from shoal.world.gloo import GatheredParts, ScatteredSum
+from shoal.world.devices import choose_device, small_backend, whole_backend
+from shoal.world.gloo import GatheredParts, ScatteredSum, from_rank
 from shoal.world.launch import Launch
+from shoal.world.levels import BORDER, Levels, Routes
 from shoal.world.memory import host_key
 from shoal.world.rendezvous import bind_gloo, open_store
-from shoal.world.shm import SharedMemoryGroup, register_backend
+from shoal.world.shm import NAME, SharedMemoryGroup, register_backend
+from shoal.world.traffic import Traffic as Traffic
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -32,13 +34,6 @@ class Handle(Protocol):
     """A collective under way."""
 
     def wait(self) -> object: ...
-
-
-@dataclass
-class Traffic:
-    """What this worker has put on the wire, or into shared memory, for others; by the usual formulas."""
-
-    bytes_sent: int = 0
 
 
 class _Done:
@@ -82,6 +77,8 @@ class World:
         """Where our launcher listens to its workers; empty if another has started them."""
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         """The ways in which these workers have been arranged so far."""
+        self.routes = Routes()
+        """How groups that span hosts work on two levels; smaller worlds share it."""
 
     @staticmethod
     def alone(device: torch.device | None = None) -> World:
@@ -104,15 +101,17 @@ class World:
             store = dist.distributed_c10d._get_default_store()
         else:
             store = open_store(launch, TIMEOUT)
-            name = _backend(backend, where)
+            name = whole_backend(backend, where)
             dist.init_process_group(
                 name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT
             )
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
-        return World(
+        world = World(
             launch.rank, launch.size, where, hosts, store, dist.group.WORLD, launcher=launch.launcher
         )
+        world.routes = Routes(store.add(f"shoal/opened/{launch.rank}", 1))  # all open worlds equally often
+        return world
 
     @staticmethod
     def unjoined(launch: Launch, device: str = "auto") -> World:
@@ -135,7 +134,7 @@ class World:
         if len(members) == 1:
             return self._smaller(members, None)
         # Only members meet to make a group, so that parts of the job may be cut in ways of their own.
-        group = dist.new_group(members, backend=_small_backend(self.device), use_local_synchronization=True)
+        group = dist.new_group(members, backend=small_backend(self.device), use_local_synchronization=True)
         return self._smaller(members, group)
 
     def apart(self) -> World:
@@ -143,7 +142,7 @@ class World:
         if self.group is None:  # alone, or imagined
             return self
         group = dist.new_group(
-            list(self.members), backend=_small_backend(self.device), use_local_synchronization=True
+            list(self.members), backend=small_backend(self.device), use_local_synchronization=True
         )
         return self._smaller(self.members, group)
 
@@ -162,10 +161,13 @@ class World:
     def _smaller(self, members: Sequence[int], group: dist.ProcessGroup | None) -> World:
         me = members.index(self.members[self.rank])
         hosts = [self.hosts[self.members.index(member)] for member in members]
-        return World(me, len(members), self.device, hosts, self.store, group, self.traffic, members)
+        smaller = World(me, len(members), self.device, hosts, self.store, group, self.traffic, members)
+        smaller.routes = self.routes
+        return smaller
 
     def close(self) -> None:
         """Leave the job. Peers may already be gone, so nothing waits."""
+        self.routes.close()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.group = None
@@ -178,7 +180,8 @@ class World:
         """Sum over all ranks, in place."""
         if self.group is None:
             return DONE
-        self.traffic.bytes_sent += 2 * self.share_of(tensor)
+        if (levels := self._way(tensor, 2 * self.share_of(tensor))) is not None:
+            return levels.all_reduce(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
@@ -187,7 +190,8 @@ class World:
             if out.data_ptr() != tensor.data_ptr():
                 out.copy_(tensor)
             return DONE
-        self.traffic.bytes_sent += self.share_of(tensor)
+        if (levels := self._way(tensor, self.share_of(tensor))) is not None:
+            return levels.reduce_scatter(out, tensor)
         if self._on_gloo:
             return ScatteredSum(self._group, out, tensor, self.size)
         return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
@@ -198,24 +202,31 @@ class World:
             if out.data_ptr() != part.data_ptr():
                 out.copy_(part)
             return DONE
-        self.traffic.bytes_sent += self.share_of(out)
+        if (levels := self._way(out, self.share_of(out))) is not None:
+            return levels.all_gather(out, part)
         if self._on_gloo:
             return GatheredParts(self._group, out, part, self.rank, self.size)
         return self._group._allgather_base(out, part, c10d.AllgatherOptions())
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """Slice r of `tensor` goes to rank r; `out` gets one slice from every rank, in rank order."""
+        if self.group is None:
+            out.copy_(tensor)
+            return DONE
+        self.traffic.count(self.share_of(tensor), self._elsewhere)
+        return self._group.alltoall_base(out, tensor, [], [], c10d.AllToAllOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
         """Everybody gets rank `source`'s tensor."""
         if self.group is None:
             return DONE
-        if self.rank == source:
-            self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        return self._group.broadcast([tensor], options)
+        if (levels := self._way(tensor, tensor.nbytes if self.rank == source else 0)) is not None:
+            return levels.broadcast(tensor, source)
+        return self._group.broadcast([tensor], from_rank(source))
 
     def send(self, tensor: torch.Tensor, to: int) -> Handle:
         """Give a tensor to one rank, which receives it. Messages of a pair arrive in order."""
-        self.traffic.bytes_sent += tensor.numel() * tensor.itemsize
+        self.traffic.count(tensor.nbytes, float(self.hosts[to] != self.hosts[self.rank]))
         return self._group.send([tensor], to, 0)
 
     def receive(self, tensor: torch.Tensor, source: int) -> Handle:
@@ -248,6 +259,26 @@ class World:
         rows = table.view(self.size, longest)
         return [json.loads(bytes(rows[r, : int(n)].tolist())) for r, n in enumerate(sizes)]
 
+    @cached_property
+    def levels(self) -> Levels | None:
+        """These workers as hosts with as many workers each, if they are and the group is ours."""
+        if self.group is None or self.store is None or self.device.type != "cpu":
+            return None
+        if NAME not in dist.get_backend(self.group):
+            return None  # plain gloo was asked for
+        return self.routes.of(self.group.group_name, self.store, self.hosts, self.members, self.rank)
+
+    @cached_property
+    def _elsewhere(self) -> float:
+        """The share of the other workers that are on other hosts."""
+        return sum(host != self.hosts[self.rank] for host in self.hosts) / max(self.size - 1, 1)
+
+    def _way(self, tensor: torch.Tensor, nbytes: int) -> Levels | None:
+        """Two levels or one, for a tensor of that size; count what it sends: on two as much, and less of it leaves."""
+        levels = self.levels if tensor.nbytes >= BORDER else None
+        self.traffic.count(nbytes, self._elsewhere / (1 if levels is None else levels.layout.width))
+        return levels
+
     @property
     def _on_gloo(self) -> bool:
         return self.device.type == "cpu" and not isinstance(self.group, SharedMemoryGroup)
@@ -260,38 +291,3 @@ class World:
     def share_of(self, tensor: torch.Tensor) -> int:
         """The bytes of a tensor that other workers must get, or give."""
         return tensor.numel() * tensor.itemsize * (self.size - 1) // self.size
-
-
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device a worker computes on."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if name != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(
-            f"device '{name}' is not to be had here; use device='auto', 'cpu' or, with cards, 'cuda'."
-        )
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"worker {local_rank} of this host has no card: {torch.cuda.device_count()} found; "
-            f"use --workers {torch.cuda.device_count()} or device='cpu'."
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _small_backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "shoal"
-
-
-def _backend(name: str, device: torch.device) -> str:
-    if name in ("auto", "nccl") and device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"  # a few numbers a step are agreed on from host memory
-    if name == "auto":
-        return "shoal"
-    if name == "nccl":
-        raise ConfigError("backend 'nccl' needs cards, and this run is on the CPU; use backend='auto'.")
-    if name not in ("shoal", "gloo"):
-        raise ConfigError(f"unknown backend '{name}'; there are: auto, shoal, gloo, nccl.")
-    return name

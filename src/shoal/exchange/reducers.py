@@ -1,0 +1,17 @@
+"""The reducer that a run needs."""
+
+from __future__ import annotations
+
+from shoal.compress.base import Compressor
+from shoal.exchange.compressed import Compressed
+from shoal.exchange.reducer import Plain, Reducer
+from shoal.exchange.weighing import Weighing
+from shoal.world.world import World
+
+
+def make_reducer(world: World, compressor: Compressor | None) -> Reducer:
+    """How buckets are summed among these workers. Every one of them calls it."""
+    if compressor is None or world.size == 1:
+        return Plain(world)
+    made = Compressed(world, compressor)
+    return Weighing(world, Plain(world), made, compressor) if compressor.tried else made

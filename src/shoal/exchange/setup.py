@@ -1,0 +1,60 @@
+"""What an exchange is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.compress.base import Compressor
+from shoal.optimizer import MakeOptimizer
+from shoal.world.world import World
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For choices without options."""
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """Options of the flat-bucket exchanges."""
+
+    bucket_mb: float = 16.0
+    """Gradients travel in vectors of about this many megabytes."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an exchange is made from."""
+
+    model: nn.Module
+    make_optimizer: MakeOptimizer
+    world: World
+    accumulate: int = 1
+    deterministic: bool = False
+    model_world: World = field(default_factory=World.alone)
+    """Those who hold one model between them; `world` is those who hold the same parameters for other samples."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """How much of each parameter counts here for the norm of the whole model; what is not named counts fully."""
+    mesh: DeviceMesh | None = None
+    """The mesh in torch's own form: axis "shard", and of replica, stage and tensor those with several workers."""
+    blocks: Sequence[str] = ()
+    """The names of the whole model's blocks; some of them may be in other stages."""
+    root: nn.Module | None = None
+    """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    peers: World | None = None
+    """The same workers as `world`, joined by a group; None where they are not."""
+    order: Sequence[str] = ()
+    """Parameters in the order their gradients will become ready, where that is known before the first step."""
+    recorded: bool = False
+    """Whether somebody writes down the gradients of every step."""
+    seed: int = 0
+    """Of the run: rows that nobody has changed yet follow from it."""
+    compressor: Compressor | None = None
+    """What gradients go through on their way; None: they travel as they are."""
+    values: Callable[[str], torch.Tensor] | None = None
+    """Where the model is on the meta device: the initial value of one of its parameters or buffers."""

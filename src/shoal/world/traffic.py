@@ -1,0 +1,25 @@
+"""What a worker has put on the wire, or into shared memory, for others; by the usual formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Traffic:
+    """Counts that all worlds of a worker share.
+
+    >>> traffic = Traffic()
+    >>> traffic.count(300, elsewhere=2 / 3)
+    >>> traffic.bytes_sent, traffic.bytes_between_hosts
+    (300, 200)
+    """
+
+    bytes_sent: int = 0
+    bytes_between_hosts: int = 0
+    """Those of them that left the host; in a plain collective over hosts as if all went to everybody alike."""
+
+    def count(self, nbytes: int, elsewhere: float) -> None:
+        """So many bytes were sent, of which so large a share left the host."""
+        self.bytes_sent += nbytes
+        self.bytes_between_hosts += round(nbytes * elsewhere)
