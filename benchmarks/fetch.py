@@ -3,8 +3,8 @@
     scripts/bench server fetch
 
 One worker trains eight layers of 4 MB with two servers: of this host, which hand values over in memory, and at the far
-end of a cable of 1 Gb/s (a network namespace; needs root). A layer is a sleep of 25 ms forward and 50 ms backward beside
-its multiplication, as if the worker had a card to compute with: the cores are free for the bytes.
+end of a cable of 1 Gb/s (a network namespace; needs root). A layer is a sleep of 25 ms forward and 50 ms backward
+beside its multiplication, as if the worker had a card to compute with: the cores are free for the bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Sleep(torch.autograd.Function):
     """Takes its time, twice as long on the way back."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         time.sleep(PAUSE)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         time.sleep(2 * PAUSE)
         return gradient
 
@@ -52,7 +52,7 @@ def net() -> nn.Module:
 
 
 def loss(output: torch.Tensor, batch: tuple[torch.Tensor]) -> tuple[torch.Tensor, int]:
-    return output.square().sum(), len(output)
+    return output.square().sum(), len(batch[0])
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -94,9 +94,10 @@ def measure(turns: int) -> int:
         if rate and os.geteuid():
             print("\nservers behind a cable: left out, which needs root to make one")
             continue
-        with Cable(rate) if rate else contextlib.nullcontext() as cable:
-            with Attended(cable=cable) as one, Attended(cable=cable) as two:
-                seen = spawn(contest, 1, turns, one.options, two.options, timeout=1800)[0]
+        with contextlib.ExitStack() as stack:
+            cable = stack.enter_context(Cable(rate)) if rate else None
+            one, two = (stack.enter_context(Attended(cable=cable)) for _ in range(2))
+            seen = spawn(contest, 1, turns, one.options, two.options, timeout=1800)[0]
         table(f"fresh values: 32 MB, 1 worker, 2 servers {where}", seen, "waiting")
         missed += judge(seen, [("meanwhile", "waiting", 0.95 if rate else 1.03)])
     return missed

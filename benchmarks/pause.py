@@ -3,12 +3,13 @@
     scripts/bench server pause
 
 `shoal run` trains a small model with two workers and three servers, one step every 20 ms or so. Now and then the head
-of the ledger's chain is killed, its tail, or the coordinator. A pause is the longest time between two steps after a kill,
-less that of a usual step. The next kill comes when all copies are whole again.
+of the ledger's chain is killed, its tail, or the coordinator. A pause is the longest time between two steps after a
+kill, less that of a usual step. The next kill comes when all copies are whole again.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -65,7 +66,12 @@ def job(folder: Path) -> None:
             if run.world.rank == 0:
                 view, news = exchange.link.client.view, exchange.link.news
                 chain = [view.addresses[server] for server in view.chains[LEDGER]]
-                now = {"epoch": view.epoch, "chain": chain, "whole": news.get("whole"), "of": news.get("epoch")}
+                now = {
+                    "epoch": view.epoch,
+                    "chain": chain,
+                    "whole": news.get("whole"),
+                    "of": news.get("epoch"),
+                }
                 (folder / ".status").write_text(json.dumps(now))
                 (folder / ".status").rename(folder / "status")
 
@@ -140,7 +146,7 @@ def measure(turns: int) -> int:
 
 
 def report(kills: list[tuple[str, float]], ends: list[float], verdict) -> int:  # type: ignore[no-untyped-def]
-    gaps = [(end, end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    gaps = [(end, end - start) for start, end in itertools.pairwise(ends)]
     usual = statistics.median(gap for _, gap in gaps)
     limits = [at for _, at in kills[1:]] + [ends[-1]]
     print(f"\npauses after kill -9: 2 workers, 3 servers, 2 copies; a usual step takes {usual * 1e3:.0f} ms")

@@ -1,6 +1,6 @@
 """The parameter server: what a step costs, how fast values move, and what its clocks gain when workers are slow.
 
-    scripts/bench server                        all of it, about five minutes on two cores
+    scripts/bench server                        all of it, about eight minutes on two cores
     scripts/bench server step                   a training step beside `ddp` and beside compute alone
     scripts/bench server push                   gradients there and values back, beside torch RPC and Ray (push.py)
     scripts/bench server stragglers             slow workers under bsp, ssp and asp (stragglers.py)
@@ -177,7 +177,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sections = {"step": step, "push": push.measure, "stragglers": stragglers.measure, "fetch": fetch.measure, "pause": pause.measure}
+    sections = {
+        "step": step,
+        "push": push.measure,
+        "stragglers": stragglers.measure,
+        "fetch": fetch.measure,
+        "pause": pause.measure,
+    }
     parser.add_argument(
         "sections", nargs="*", metavar="section", help=f"{', '.join(sections)}; all if none is named"
     )

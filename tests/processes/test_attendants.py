@@ -12,7 +12,8 @@ from shoal.server.keys import JobKeys
 
 selector = selectors.EpollSelector()
 before = set(os.listdir("/proc/self/fd"))
-made = Attendants("1", JobKeys.make(), lambda fd, do: selector.register(fd, selectors.EVENT_READ, do), selector.unregister)
+watch = lambda descriptor, action: selector.register(descriptor, selectors.EVENT_READ, action)
+made = Attendants("1", JobKeys.make(), watch, selector.unregister)
 made.coordinate()
 for slot in range(2):
     made.serve(slot)
@@ -27,5 +28,7 @@ print(sorted(set(os.listdir("/proc/self/fd")) - before), len(selector.get_map())
 
 
 def test_no_descriptor_is_left() -> None:
-    found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True
+    )
     assert found.stdout.splitlines() == ["3 False", "[] 0"], found.stderr

@@ -16,8 +16,18 @@ from shoal.testing.spawn import spawn
 from shoal.world.buckets import Bucket, lay_out
 from shoal.world.world import Handle, World
 
-CALLS = ["fp16", "bf16", "int8", "int8(feedback=true)", "sign", "topk(0.1)", "randomk(0.2)", "powersgd(2)"]
-LOSSY = {"fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2}
+CALLS = [
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "int8(feedback=true)",
+    "sign",
+    "topk(0.1)",
+    "randomk(0.2)",
+    "powersgd(2)",
+]
+LOSSY = {"fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "int4": 0.5}
 """Without feedback: how far a sum may be off, relative to its largest element."""
 TURNS = 4
 SHAPES = {"w": torch.Size((40, 31)), "b": torch.Size((31,)), "v": torch.Size((17, 3, 5))}

@@ -34,7 +34,9 @@ def machine(code: str) -> Dense:
 
 
 def coded(code: str, vector: torch.Tensor, step: int) -> torch.Tensor:
-    made = make_compressor(parse_call(code, "compressor")).code(Layout(SIZE, torch.float32, torch.device("cpu")))
+    made = make_compressor(parse_call(code, "compressor")).code(
+        Layout(SIZE, torch.float32, torch.device("cpu"))
+    )
     payload = made.payload()
     made.encode(vector, payload, turn_of(step, 0))
     return payload

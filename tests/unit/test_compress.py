@@ -228,8 +228,10 @@ def test_turns_can_be_decoded_by_somebody_else(text: str) -> None:
 
 def test_reductions_are_what_is_said() -> None:
     layout = Layout(1 << 20, torch.float32, CPU, ((0, 1024, 1024),))
-    found = {text: make(text).reduction(layout) for text in ("none", "fp16", "bf16", "int8", "sign")}
-    assert found == pytest.approx({"none": 1, "fp16": 2, "bf16": 2, "int8": 3.94, "sign": 31.03}, rel=0.01)
+    found = {text: make(text).reduction(layout) for text in ("none", "fp16", "bf16", "int8", "int4", "sign")}
+    assert found == pytest.approx(
+        {"none": 1, "fp16": 2, "bf16": 2, "int8": 3.94, "int4": 7.76, "sign": 31.03}, rel=0.01
+    )
     assert make("topk(0.01)").reduction(layout) == pytest.approx(50, rel=0.01)
     assert make("randomk(0.1)").reduction(layout) == pytest.approx(10, rel=0.01)
     assert make("powersgd(4)").reduction(layout) == pytest.approx(128)
@@ -319,6 +321,7 @@ LIMITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp16": lambda v: (v.abs() / 2048).clamp(min=2.0**-25),
     "bf16": lambda v: (v.abs() / 256).clamp(min=2.0**-134),
     "int8": lambda v: largest_of_block(v, 256) / 254 * (1 + 1e-4) + 1e-30,
+    "int4": lambda v: largest_of_block(v, 256) / 7 * (1 + 1e-4) + 1e-30,
 }
 
 
@@ -329,6 +332,15 @@ def test_errors_stay_within_limits(text: str, dtype: torch.dtype, values: list[f
     vector = torch.tensor(values, dtype=dtype)
     out = said(make(text).code(layout_of(vector)), vector)
     assert ((out - vector).abs() <= LIMITS[text](vector)).all()
+
+
+def test_int4_is_right_in_the_mean() -> None:
+    """Values far smaller than a step of their block are not lost: rounding by lot has no favourite."""
+    vector = torch.linspace(-0.05, 0.05, 1000).index_fill_(0, torch.tensor([0, 300, 600, 999]), 1.0)
+    code = make("int4").code(layout_of(vector))
+    mean = torch.stack([said(code, vector, turn) for turn in range(2000)]).mean(0)
+    assert (mean - vector).abs().max() < 0.02
+    assert (said(code, vector) - vector).abs().max() > 0.05
 
 
 @given(values=numbers)

@@ -173,7 +173,9 @@ def test_processes_of_a_host_know_each_other() -> None:
 
 def test_what_is_on_its_way_is_not_sent_again_before_it_can_be_there() -> None:
     sent: list[tuple[float, int]] = []
-    client = Client(9, lambda _, message: sent.append((client.now, message.seq)), near=lambda server: server == 1)
+    client = Client(
+        9, lambda _, message: sent.append((client.now, message.seq)), near=lambda server: server == 1
+    )
     client.change_view(View(epoch=1, chains=((1,), (2,), (2,)), addresses={1: "", 2: ""}), 0.0)
     large = torch.zeros(int(SLOWEST) // 4)  # takes a second
     for shard in (1, 2):

@@ -6,6 +6,7 @@ from shoal.compress.auto import Auto
 from shoal.compress.base import Compressor
 from shoal.compress.bf16 import Bf16
 from shoal.compress.fp16 import Fp16
+from shoal.compress.int4 import Int4
 from shoal.compress.int8 import Int8
 from shoal.compress.none import Uncompressed
 from shoal.compress.powersgd import PowerSgd
@@ -23,6 +24,7 @@ TABLE: Table[type[Compressor]] = Table(
         "fp16": Fp16,
         "bf16": Bf16,
         "int8": Int8,
+        "int4": Int4,
         "sign": Sign,
         "topk": TopK,
         "randomk": RandomK,

@@ -98,8 +98,7 @@ class Exchange(ABC):
     """Whether this worker looks for a checkpoint to begin from: not one that joins others who are at work."""
     counts_own = False
     """Whether what `finish` gives is of this worker's samples alone."""
-    waited = 0.0
-    """Seconds, so far, of waiting for others within backward passes."""
+    waited = 0.0  # seconds, so far, of waiting for others within backward passes
     memo: Any = None
     """What a worker that comes later must know to go on from here; a plain value."""
     told: Any = None

@@ -11,65 +11,17 @@ order. Where every worker wants only its own slice, each slice has a payload of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from shoal.compress.base import Code, Compressor, Layout
+from shoal.compress.base import Compressor, Layout
 from shoal.compress.feedback import Feedback
 from shoal.exchange.courier import Courier, Errand
+from shoal.exchange.line import Line
 from shoal.exchange.reducer import Reducer, Residual
-from shoal.world.buckets import Bucket, gaps_of
+from shoal.world.buckets import Bucket
 from shoal.world.world import Handle, Traffic, World
-
-
-@dataclass
-class Line:
-    """How one vector travels: a code for each of its equal parts, and what each has not sent yet."""
-
-    bucket: Bucket
-    codes: list[Code]
-    feedbacks: list[Feedback | None]
-    starts: list[int]
-    """Where each slice of it begins in the bucket; a code may be for all of them."""
-    width: int
-    """Of a slice."""
-    turn: int = 0
-    payload: torch.Tensor | None = None
-
-    def parts(self, feedback: Feedback) -> tuple[torch.Tensor, ...]:
-        """What has not been sent, slice by slice."""
-        return feedback.residual.chunk(len(self.starts) // len(self.codes))
-
-    def __post_init__(self) -> None:
-        self.gaps = [gaps_within(self.bucket, start, start + self.width) for start in self.starts]
-
-    def clear(self, vectors: Sequence[torch.Tensor]) -> None:
-        """Between parameters there is nothing, though a code may say something of it; one vector for each slice."""
-        for vector, gaps in zip(vectors, self.gaps, strict=True):
-            for start, stop in gaps:
-                vector[start:stop].zero_()
-
-    def keep(self) -> None:
-        """The turn is over: what was not sent of gaps never was."""
-        kept = [part for feedback in self.feedbacks if feedback is not None for part in self.parts(feedback)]
-        if kept:
-            self.clear(kept)
-
-    def encode(self, vector: torch.Tensor) -> torch.Tensor:
-        """The payloads of all parts, one after the other; the vector gets what was left over from earlier turns."""
-        if self.payload is None:
-            self.payload = torch.cat([code.payload() for code in self.codes])
-        parts, payloads = vector.chunk(len(self.codes)), self.payload.chunk(len(self.codes))
-        for code, feedback, part, payload in zip(self.codes, self.feedbacks, parts, payloads, strict=True):
-            if feedback is not None:
-                feedback.before(part)
-            code.encode(part, payload, self.turn)
-            if feedback is not None and code.rounds == 1:
-                feedback.after(payload, 1)
-        self.keep()
-        self.turn += 1
-        return self.payload
 
 
 class Compressed(Reducer):
@@ -87,6 +39,7 @@ class Compressed(Reducer):
         self._local.traffic = self._across.traffic = self._traffic
         self._courier = Courier(world.device)
         self._lines: list[Line] = []
+        self._last: Sum | None = None
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool) -> None:
         self._lines = [self._make_line(bucket, shapes, scattered) for bucket in buckets]
@@ -98,6 +51,14 @@ class Compressed(Reducer):
     def reduce_scatter(self, bucket: Bucket, out: torch.Tensor, vector: torch.Tensor) -> Handle:
         line = self._lines[bucket.index]
         return self._send(lambda: self._sum_slice(line, out, vector))
+
+    def _send(self, begin: Begin) -> Handle:
+        """Begin a sum, then complete the one before: its payloads travel while these are made."""
+        sum_, before = Sum(self._courier, begin, self._traffic, self._whole.traffic), self._last
+        self._last = sum_
+        if before is not None:
+            before.complete()
+        return sum_
 
     def drop(self) -> None:
         for feedback in self._feedbacks():
@@ -139,20 +100,22 @@ class Compressed(Reducer):
                 code.load_state({key: found[path + key] for key in code.state()})
 
     def close(self) -> None:
+        self._last = None
         self._courier.close()
 
-    # What happens to a vector, on the courier's thread.
+    # What happens to a vector, on the courier's thread. Where completing a sum takes no collective, it may wait until
+    # the next has begun; else the order of collectives would depend on when that is, so all is done at once.
 
-    def _sum_all(self, line: Line, vector: torch.Tensor) -> None:
-        part = vector
-        if self._local.size > 1:
-            part = torch.empty_like(vector[: vector.numel() // self._local.size])
-            self._local.reduce_scatter(part, vector).wait()
-        self._sum(line, part)
-        if self._local.size > 1:
-            self._local.all_gather(vector, part).wait()
+    def _sum_all(self, line: Line, vector: torch.Tensor) -> Complete:
+        if self._local.size == 1:
+            return self._sum(line, vector)
+        part = torch.empty_like(vector[: vector.numel() // self._local.size])
+        self._local.reduce_scatter(part, vector).wait()
+        self._sum(line, part)()
+        self._local.all_gather(vector, part).wait()
+        return _nothing
 
-    def _sum_slice(self, line: Line, out: torch.Tensor, vector: torch.Tensor) -> None:
+    def _sum_slice(self, line: Line, out: torch.Tensor, vector: torch.Tensor) -> Complete:
         part = vector
         if self._local.size > 1:
             slices = vector.chunk(self._whole.size)
@@ -160,40 +123,55 @@ class Compressed(Reducer):
             part = torch.empty_like(vector[: vector.numel() // self._local.size])
             self._local.reduce_scatter(part, torch.cat(columns)).wait()
         if len(line.codes) < self._across.size:
-            self._sum(line, part)
+            self._sum(line, part)()
             out.copy_(part.chunk(self._across.size)[self._across.rank])
-            return  # its gaps are clear
+            return _nothing
         code, payload = line.codes[self._across.rank], line.encode(part)
-        if code.summable:
-            mine = code.payload()
-            self._across.reduce_scatter(mine, payload).wait()
-            code.decode(mine, out, add=False)
-        else:
-            received = torch.empty_like(payload)
-            self._across.all_to_all(received, payload).wait()
-            for number, theirs in enumerate(received.chunk(self._across.size)):
-                code.decode(theirs, out, add=number > 0)
-        for start, stop in line.gaps[self._across.rank]:
-            out[start:stop].zero_()
+        received = code.payload() if code.summable else torch.empty_like(payload)
+        move = self._across.reduce_scatter if code.summable else self._across.all_to_all
+        handle = move(received, payload)
 
-    def _sum(self, line: Line, part: torch.Tensor) -> None:
+        def complete() -> None:
+            handle.wait()
+            for number, theirs in enumerate(received.chunk(1 if code.summable else self._across.size)):
+                code.decode(theirs, out, add=number > 0)
+            for start, stop in line.gaps[self._across.rank]:
+                out[start:stop].zero_()
+
+        return complete
+
+    def _sum(self, line: Line, part: torch.Tensor) -> Complete:
         """The sum of a part between hosts, in place."""
-        (code,), (feedback,) = line.codes, line.feedbacks
-        payload, among = line.encode(part), self._across.size
-        if not code.summable:
-            received = torch.empty(payload.numel() * among, dtype=payload.dtype, device=payload.device)
-            self._across.all_gather(received, payload).wait()
-            for number, theirs in enumerate(received.chunk(among)):
-                code.decode(theirs, part, add=number > 0)
+        (code,), payload, among = line.codes, line.encode(part), self._across.size
+        if code.rounds == 2:
+            self._sum_twice(line, part, payload)
+            return _nothing
+        received, count = payload, 1
+        if code.summable:
+            handle = self._across.all_reduce(payload)
         else:
-            self._across.all_reduce(payload).wait()
-            if code.rounds == 2:
-                payload = code.second(part, payload)
-                self._across.all_reduce(payload).wait()
-            code.decode(payload, part, add=False)
-            if feedback is not None and code.rounds == 2:
-                feedback.after(payload, among)
-                line.keep()
+            count = among
+            received = torch.empty(payload.numel() * among, dtype=payload.dtype, device=payload.device)
+            handle = self._across.all_gather(received, payload)
+
+        def complete() -> None:
+            handle.wait()
+            for number, theirs in enumerate(received.chunk(count)):
+                code.decode(theirs, part, add=number > 0)
+            line.clear(part.chunk(len(line.starts)))
+
+        return complete
+
+    def _sum_twice(self, line: Line, part: torch.Tensor, payload: torch.Tensor) -> None:
+        """Two rounds: the second payloads need the sum of the first."""
+        (code,), (feedback,) = line.codes, line.feedbacks
+        self._across.all_reduce(payload).wait()
+        payload = code.second(part, payload)
+        self._across.all_reduce(payload).wait()
+        code.decode(payload, part, add=False)
+        if feedback is not None:
+            feedback.after(payload, self._across.size)
+            line.keep()
         line.clear(part.chunk(len(line.starts)))
 
     # What there is for a vector.
@@ -226,33 +204,45 @@ class Compressed(Reducer):
     def _feedbacks(self) -> list[Feedback]:
         return [feedback for line in self._lines for feedback in line.feedbacks if feedback is not None]
 
-    def _send(self, action: Callable[[], None]) -> Handle:
-        return _Counted(self._courier.send(action), self._traffic, self._whole.traffic)
+
+Complete = Callable[[], None]
+Begin = Callable[[], Complete]
 
 
-class _Counted:
-    """An errand whose bytes count for the worker when it is done."""
+def _nothing() -> None:
+    return
 
-    def __init__(self, errand: Errand, counted: Traffic, into: Traffic) -> None:
-        self._errand, self._counted, self._into = errand, counted, into
+
+class Sum:
+    """A sum under way: begun by the courier, and completed by it when the next has begun or somebody waits."""
+
+    def __init__(self, courier: Courier, begin: Begin, counted: Traffic, into: Traffic) -> None:
+        self._courier, self._counted, self._into = courier, counted, into
+        self._complete: Complete | None = None
+        self._begun = courier.send(lambda: self._keep(begin()))
+        self._completed: Errand | None = None
+
+    def complete(self) -> None:
+        """Have it completed, after all that has been asked for so far."""
+        if self._completed is None:
+            self._completed = self._courier.send(self._finish)
 
     def wait(self) -> None:
-        self._errand.wait()
+        self.complete()
+        self._begun.wait()
+        assert self._completed is not None
+        self._completed.wait()
         sent = self._counted.bytes_sent
         self._counted.bytes_sent -= sent
         self._into.bytes_sent += sent
 
+    def _keep(self, complete: Complete) -> None:
+        self._complete = complete
 
-def gaps_within(bucket: Bucket, start: int, stop: int) -> list[tuple[int, int]]:
-    """Where no parameter lies in a range of a bucket, counted from its start.
-
-    >>> from shoal.world.buckets import lay_out
-    >>> bucket = lay_out([("b", 3, torch.float32), ("a", 100, torch.float32)], slices=2, capacity=4096)[0]
-    >>> gaps_within(bucket, 0, 128), gaps_within(bucket, 128, 256)
-    ([(3, 64)], [(36, 128)])
-    """
-    cut = [(max(low, start) - start, min(high, stop) - start) for low, high in gaps_of(bucket)]
-    return [(low, high) for low, high in cut if low < high]
+    def _finish(self) -> None:
+        if self._complete is not None:  # else it has not begun: that error is what to show
+            self._complete()
+            self._complete = None
 
 
 def _equal_hosts(world: World) -> list[list[int]]:

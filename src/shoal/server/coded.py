@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shoal.compress import TABLE, make_compressor
+from shoal import compress
 from shoal.compress.base import Compressor, Layout
 from shoal.config import parse_call
 from shoal.server.machine import Refused
@@ -29,7 +29,7 @@ def describe_code(compressor: Compressor | None) -> str:
     """
     if compressor is None:
         return ""
-    name = next(name for name, kind in TABLE.items() if kind is type(compressor))
+    name = next(name for name, kind in compress.TABLE.items() if kind is type(compressor))
     assert dataclasses.is_dataclass(compressor)
     fields = [field for field in dataclasses.fields(compressor) if field.init]
     return str(Call(name, options=tuple((field.name, getattr(compressor, field.name)) for field in fields)))
@@ -63,7 +63,7 @@ class Decoder:
     """What a shard makes of coded gradients. `pieces` are its parameters, by start and length."""
 
     def __init__(self, text: str, size: int, dtype: torch.dtype, pieces: Sequence[tuple[int, int]]) -> None:
-        self._code = make_compressor(parse_call(text, "compressor")).code(Layout(size, dtype, _CPU))
+        self._code = compress.make_compressor(parse_call(text, "compressor")).code(Layout(size, dtype, _CPU))
         if self._code.rounds > 1:
             raise Refused(
                 f"{text} needs the sum of all workers before it is done; servers take codes of one round."

@@ -164,11 +164,7 @@ class Coordinator:
         if worker.held == 0.0:
             worker.lost = False
         if self.terms is None and told.get("terms") is not None:
-            sizes, kinds, servers, replicas, patience = told["terms"]
-            self.terms = ServiceTerms(
-                tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience)
-            )
-            self._dirty = True
+            self.terms, self._dirty = ServiceTerms.of(told["terms"]), True
         stale = message.epoch != self.view.epoch and self.view.epoch
         self._send(source, self._as_message() if stale else self._news())
 

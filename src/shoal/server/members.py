@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.server.view import LEDGER, View
 
@@ -44,6 +45,12 @@ class ServiceTerms:
     replicas: int
     patience: float
     """Seconds that a worker may hold a part before others get it."""
+
+    @staticmethod
+    def of(told: Sequence[Any]) -> ServiceTerms:
+        """As a worker says them: in this order, as plain values."""
+        sizes, kinds, servers, replicas, patience = told
+        return ServiceTerms(tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience))
 
 
 def all_whole(view: View, known: Mapping[int, Server]) -> bool:

@@ -1,0 +1,73 @@
+"""How one vector travels compressed, turn after turn: its codes, and what it has not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.compress.base import Code
+from shoal.compress.feedback import Feedback
+from shoal.world.buckets import Bucket, gaps_of
+
+
+@dataclass
+class Line:
+    """How one vector travels: a code for each of its equal parts, and what each has not sent yet."""
+
+    bucket: Bucket
+    codes: list[Code]
+    feedbacks: list[Feedback | None]
+    starts: list[int]
+    """Where each slice of it begins in the bucket; a code may be for all of them."""
+    width: int
+    """Of a slice."""
+    turn: int = 0
+    payload: torch.Tensor | None = None
+
+    def parts(self, feedback: Feedback) -> tuple[torch.Tensor, ...]:
+        """What has not been sent, slice by slice."""
+        return feedback.residual.chunk(len(self.starts) // len(self.codes))
+
+    def __post_init__(self) -> None:
+        self.gaps = [gaps_within(self.bucket, start, start + self.width) for start in self.starts]
+
+    def clear(self, vectors: Sequence[torch.Tensor]) -> None:
+        """Between parameters there is nothing, though a code may say something of it; one vector for each slice."""
+        for vector, gaps in zip(vectors, self.gaps, strict=True):
+            for start, stop in gaps:
+                vector[start:stop].zero_()
+
+    def keep(self) -> None:
+        """The turn is over: what was not sent of gaps never was."""
+        kept = [part for feedback in self.feedbacks if feedback is not None for part in self.parts(feedback)]
+        if kept:
+            self.clear(kept)
+
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        """The payloads of all parts, one after the other; the vector gets what was left over from earlier turns."""
+        if self.payload is None:
+            self.payload = torch.cat([code.payload() for code in self.codes])
+        parts, payloads = vector.chunk(len(self.codes)), self.payload.chunk(len(self.codes))
+        for code, feedback, part, payload in zip(self.codes, self.feedbacks, parts, payloads, strict=True):
+            if feedback is not None:
+                feedback.before(part)
+            code.encode(part, payload, self.turn)
+            if feedback is not None and code.rounds == 1:
+                feedback.after(payload, 1)
+        self.keep()
+        self.turn += 1
+        return self.payload
+
+
+def gaps_within(bucket: Bucket, start: int, stop: int) -> list[tuple[int, int]]:
+    """Where no parameter lies in a range of a bucket, counted from its start.
+
+    >>> from shoal.world.buckets import lay_out
+    >>> bucket = lay_out([("b", 3, torch.float32), ("a", 100, torch.float32)], slices=2, capacity=4096)[0]
+    >>> gaps_within(bucket, 0, 128), gaps_within(bucket, 128, 256)
+    ([(3, 64)], [(36, 128)])
+    """
+    cut = [(max(low, start) - start, min(high, stop) - start) for low, high in gaps_of(bucket)]
+    return [(low, high) for low, high in cut if low < high]
