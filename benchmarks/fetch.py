@@ -4,7 +4,8 @@
 
 One worker trains eight layers of 4 MB with two servers: of this host, which hand values over in memory, and at the far
 end of a cable of 1 Gb/s (a network namespace; needs root). A layer is a sleep of 25 ms forward and 50 ms backward
-beside its multiplication, as if the worker had a card to compute with: the cores are free for the bytes.
+beside its multiplication, as if the worker had a card to compute with: the cores are free for the bytes. With servers
+of this host both contestants do the same, for there nothing is to be gained: they show how far the figures move.
 """
 
 from __future__ import annotations

@@ -231,7 +231,8 @@ class FlatExchange(Exchange):
         self.publish()
 
     def rescale(self, by: float) -> None:
-        self.reducer.rescale(by)
+        if by != 1.0:
+            self.reducer.rescale(by)
 
     def owned(self, saving: bool) -> list[Owned]:
         return unsent(self.reducer, saving)

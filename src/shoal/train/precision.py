@@ -67,8 +67,10 @@ class LossScale:
         """A gradient was not finite: try smaller."""
         self.value, self.good_steps = max(self.value / 2, 2.0**-24), 0
 
-    def succeeded(self) -> None:
-        """A step went well; after enough of them, try larger."""
+    def succeeded(self) -> float:
+        """A step went well; after enough of them, try larger. Returns by how much."""
+        before = self.value
         self.good_steps += 1
         if self.dynamic and self.good_steps >= self.grow_after:
             self.value, self.good_steps = min(self.value * 2, 2.0**24), 0
+        return self.value / before

@@ -22,8 +22,7 @@ from shoal.types import StepReport
 
 def run_step(parts: Parts, number: int) -> StepReport:
     """Train on step `number`, counted from 0: every rank calls it, and all get the same loss back."""
-    meter, exchange = parts.meter, parts.exchange
-    sent = parts.world.traffic.bytes_sent
+    meter, exchange, sent = parts.meter, parts.exchange, parts.world.traffic.bytes_sent
     meter.start()
     part = exchange.first_part(number, parts.loader.feed.rank)
     portion = parts.loader.take(number, part)
@@ -33,8 +32,7 @@ def run_step(parts: Parts, number: int) -> StepReport:
     exchange.begin()
     parts.recall(exchange.told)
     meter.mark("exposed")
-    foreseen = parts.count_per_sample * portion.samples
-    mine = Tally(0.0, 0.0)
+    foreseen, mine = parts.count_per_sample * portion.samples, Tally(0.0, 0.0)
     while part >= 0:
         mine = _compute(parts, number, portion, parts.scale.value / foreseen)
         meter.mark("compute")
@@ -141,9 +139,8 @@ def _update(
             )
         exchange.drop()
         return None, True
-    mean = foreseen / (
-        count * parts.scale.value
-    )  # gradients hold sum × scale / foreseen: most often, this is 1
+    # Gradients hold sum × scale / foreseen: most often, this is 1.
+    mean = foreseen / (count * parts.scale.value)
     norm = None
     if parts.scale.dynamic or parts.skip_nan or isinstance(clip, ByNorm):
         norm = exchange.norm() * mean
@@ -157,10 +154,7 @@ def _update(
     exchange.update(factor, clip.limit if isinstance(clip, ByValue) else None)
     if parts.recorder is not None:
         parts.recorder.parameters(number, parts.whole.parameters())
-    before = parts.scale.value
-    parts.scale.succeeded()
-    if parts.scale.value != before:
-        exchange.rescale(parts.scale.value / before)
+    exchange.rescale(parts.scale.succeeded())
     return norm, False
 
 
