@@ -35,6 +35,7 @@ STRATEGIES = (
     "ddp + auto",
     "ddp + bf16",
     "ddp + int8",
+    "ddp + int4",
     "ddp + topk(0.01)",
     "ddp + powersgd(4)",
     "ddp + sign",

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, BroadcastOptions, PrefixStore, Store
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 
 
@@ -34,22 +34,55 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     return group
 
 
+_SUM, _GATHER, _TRADE = 1, 2, 3
+"""Tags: of each kind, the messages of a pair arrive in the order in which they were sent."""
+
+
+def trade(
+    group: ProcessGroup, rank: int, gets: Sequence[Tensor], gives: Sequence[Tensor], tag: int
+) -> list[Work]:
+    """Every rank gives one tensor to each other, and gets one.
+
+    Receiving comes first. A receiver tells gloo's sender that it is ready on the same connection, behind all that is
+    being sent there; told later, the two directions take turns, and everything takes twice as long. Gloo's own
+    all-to-all, all-gather and broadcasts do that as chance will have it.
+    """
+    size = len(gets)
+    others = [(rank + step) % size for step in range(1, size)]  # not all to the same one at once
+    got = [group.recv([gets[other]], other, tag) for other in reversed(others)]
+    return got + [group.send([gives[other]], other, tag) for other in others]
+
+
+class Traded:
+    """An all-to-all: slice r of `whole` goes to rank r."""
+
+    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
+        gets, self._gives = out.chunk(size), whole.chunk(size)
+        gets[rank].copy_(self._gives[rank])
+        self._works = trade(group, rank, gets, self._gives, _TRADE) if out.numel() else []
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class ScatteredSum:
     """A reduce-scatter by all-to-all and a sum in rank order: gloo's own sends twice the bytes, and its order of
     summing depends on where an element lies.
     """
 
-    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, size: int) -> None:
+    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
         self._out = out
         self._whole = whole  # must live until it is sent
-        received = torch.empty_like(whole)
-        self._parts: tuple[Tensor, ...] = received.chunk(size)
-        self._work = group.alltoall_base(received, whole, [], [], AllToAllOptions())
+        gives, self._parts = whole.chunk(size), torch.empty_like(whole).chunk(size)
+        self._parts[rank].copy_(gives[rank])  # where it lies may be where the sum is to be
+        self._works = trade(group, rank, self._parts, gives, _SUM)
 
     def wait(self) -> None:
         if not self._parts:
             return  # done before
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         torch.add(self._parts[0], self._parts[1], out=self._out)
         for part in self._parts[2:]:
             self._out.add_(part)
@@ -58,13 +91,12 @@ class ScatteredSum:
 
 
 class GatheredParts:
-    """An all-gather by one broadcast from each rank, straight into its place: gloo's own copies everything twice."""
+    """An all-gather, straight into place: gloo's own copies everything twice."""
 
-    def __init__(self, group: ProcessGroup, out: Tensor, part: Tensor, rank: int, size: int) -> None:
-        places = out.chunk(size)
+    def __init__(self, group: ProcessGroup, places: Sequence[Tensor], part: Tensor, rank: int) -> None:
         if places[rank].data_ptr() != part.data_ptr():
             places[rank].copy_(part)
-        self._works = [group.broadcast([place], from_rank(source)) for source, place in enumerate(places)]
+        self._works = trade(group, rank, places, [places[rank]] * len(places), _GATHER)
 
     def wait(self) -> None:
         for work in self._works:

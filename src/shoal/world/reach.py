@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from shoal.world.flags import supported
-from shoal.world.gloo import ScatteredSum, from_rank, gloo_group
+from shoal.world.gloo import GatheredParts, ScatteredSum, from_rank, gloo_group
 from shoal.world.memory import SharedMemoryUnavailable
 from shoal.world.shm import SharedMemoryGroup
 
@@ -106,16 +106,12 @@ class Reach:
 
     def sum_across(self, rows: Tensor, out: Tensor) -> None:
         """`out` becomes the sum of the rows that all hosts have for this worker."""
-        ScatteredSum(self._across[0], out, rows, len(self._layout.hosts)).wait()
+        ScatteredSum(self._across[0], out, rows, self._layout.host, len(self._layout.hosts)).wait()
 
     def gather_across(self, parts: Sequence[Tensor]) -> None:
         """The parts of those with this place, each into its own."""
-        works = [
-            self._across[1].broadcast([parts[peer]], from_rank(host))
-            for host, peer in enumerate(self._layout.peers)
-        ]
-        for work in works:
-            work.wait()
+        theirs = [parts[peer] for peer in self._layout.peers]
+        GatheredParts(self._across[1], theirs, theirs[self._layout.host], self._layout.host).wait()
 
     def gather_here(self, parts: Sequence[Tensor]) -> None:
         """The parts that the others of this host have got."""

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.world.devices import choose_device, small_backend, whole_backend
-from shoal.world.gloo import GatheredParts, ScatteredSum, from_rank
+from shoal.world.gloo import GatheredParts, ScatteredSum, Traded, from_rank
 from shoal.world.launch import Launch
 from shoal.world.levels import BORDER, Levels, Routes
 from shoal.world.memory import host_key
@@ -193,7 +193,7 @@ class World:
         if (levels := self._way(tensor, self.share_of(tensor))) is not None:
             return levels.reduce_scatter(out, tensor)
         if self._on_gloo:
-            return ScatteredSum(self._group, out, tensor, self.size)
+            return ScatteredSum(self._group, out, tensor, self.rank, self.size)
         return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
@@ -205,7 +205,7 @@ class World:
         if (levels := self._way(out, self.share_of(out))) is not None:
             return levels.all_gather(out, part)
         if self._on_gloo:
-            return GatheredParts(self._group, out, part, self.rank, self.size)
+            return GatheredParts(self._group, out.chunk(self.size), part, self.rank)
         return self._group._allgather_base(out, part, c10d.AllgatherOptions())
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
@@ -214,6 +214,8 @@ class World:
             out.copy_(tensor)
             return DONE
         self.traffic.count(self.share_of(tensor), self._elsewhere)
+        if self._on_gloo:
+            return Traded(self._group, out, tensor, self.rank, self.size)
         return self._group.alltoall_base(out, tensor, [], [], c10d.AllToAllOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
