@@ -32,7 +32,18 @@ LAYOUT = Layout(
     torch.device("cpu"),
     tuple((i * SIDE * SIDE, SIDE, SIDE) for i in range(MATRICES)),
 )
-CHOICES = ("none", "fp16", "bf16", "int8", "int4", "sign", "topk(0.01)", "topk(0.001)", "randomk(0.1)", "powersgd(4)")
+CHOICES = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "sign",
+    "topk(0.01)",
+    "topk(0.001)",
+    "randomk(0.1)",
+    "powersgd(4)",
+)
 GOALS = {"fp16": 2.0, "bf16": 2.0, "int8": 4.0, "topk(0.01)": 15.0}
 """Encode and decode, in copies."""
 

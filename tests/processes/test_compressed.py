@@ -180,7 +180,7 @@ def weigh(world: World, slow: bool) -> tuple[list[torch.Tensor], list[int], torc
         compress.make_compressor(parse_call("topk(0.1)", "compressor")),
     )
     other = Compressed(world, compressor)
-    reducer = Weighing(world, Plain(world) if slow else Late(world), other, compressor)
+    reducer = Weighing(world, Plain(world) if slow else Late(world), other, compressor, World.alone())
     reducer.lay_out([bucket], SHAPES, scattered=False)
     sums, sent = [], []
     for turn in range(20):
@@ -192,8 +192,9 @@ def weigh(world: World, slow: bool) -> tuple[list[torch.Tensor], list[int], torc
         reducer.settle()
         sums.append(vector)
         sent.append(world.traffic.bytes_sent - before)
-    left = sum(residual.tensor for residual in reducer.residuals())
-    assert isinstance(left, torch.Tensor)
+    left = torch.zeros(bucket.size, dtype=bucket.dtype)
+    for residual in reducer.residuals():
+        left += residual.tensor
     world.all_reduce(left).wait()
     return sums, sent, left
 

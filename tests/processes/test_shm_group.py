@@ -444,7 +444,7 @@ def _two_hosts(rank: int, size: int, meeting: str) -> str:
     group = _init(rank, size, meeting)
     for count in (5, 70_001):
         out, whole = torch.empty(count), _input(rank, count * size, torch.float32)
-        ScatteredSum(group, out, whole, size).wait()
+        ScatteredSum(group, out, whole, rank, size).wait()
         expected = _folded(size, count * size, torch.float32, ReduceOp.SUM)[rank * count : (rank + 1) * count]
         _same(f"reduce-scatter over gloo of {count}", out, expected)
     pair = dist.new_group([0, 2], backend="shoal")

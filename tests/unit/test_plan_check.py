@@ -62,7 +62,11 @@ REFUSED = [
     ("ps(then=asp)", 2, "a second clock needs both, as in then=asp, after=100."),
     ("ps(patience=0)", 2, "patience=0.0 s lets nobody work; 60 is a good one."),
     ("ps(aggregate=trimed(0.1))", 2, "unknown aggregate 'trimed'; did you mean 'trimmed'?"),
-    ("zero3 + int8", 2, "nothing can be compressed under zero3; it can be under ddp, zero1, zero2, local, diloco"),
+    (
+        "zero3 + int8",
+        2,
+        "nothing can be compressed under zero3; it can be under ddp, zero1, zero2, local, diloco",
+    ),
     ("shared + fp16", 2, "nothing can be compressed under shared"),
     ("ddp + int9", 2, "unknown compressor 'int9'; did you mean 'int8'?"),
     ("ddp + topk(2)", 2, "topk(2.0) would send this share of the elements; give more than 0, and 1 at most"),

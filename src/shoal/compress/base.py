@@ -36,8 +36,8 @@ class Layout:
     size: int
     dtype: torch.dtype
     device: torch.device
-    matrices: tuple[tuple[int, int, int], ...] = ()
-    """(start, rows, columns) of each parameter with two or more dimensions; empty where parameters are cut."""
+    matrices: tuple[tuple[int, int, int], ...] | None = None
+    """(start, rows, columns) of each parameter with two or more dimensions; None where parameters are cut."""
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +83,9 @@ class Code(ABC):
     """payload[i] belongs to vector[i]: a slice of the payload is the payload of a slice."""
     rounds: int = 1
     """2: the sum of the first payloads is needed to make the second ones."""
+
+    salt: int = 0
+    """Another number on each worker that encodes: where chance rounds, it must not do so alike everywhere."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

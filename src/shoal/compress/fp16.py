@@ -38,9 +38,10 @@ class Half(Cast):
         del turn
         for start, stop in chunks(vector.numel()):
             wide, half = vector[start:stop], out[start:stop]
-            half.copy_(
-                wide if _is_small(wide) else torch.where(wide.isinf(), wide, wide.clamp(-LARGEST, LARGEST))
-            )
+            if not _is_small(wide):
+                wide = wide.float() if wide.dtype == torch.bfloat16 else wide  # which has no 65504
+                wide = torch.where(wide.isinf(), wide, wide.clamp(-LARGEST, LARGEST))
+            half.copy_(wide)
 
 
 def _is_small(values: torch.Tensor) -> bool:

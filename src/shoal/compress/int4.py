@@ -46,7 +46,7 @@ class Halves(Blockwise):
         self._at = 0
 
     def encode(self, vector: torch.Tensor, out: torch.Tensor, turn: int) -> None:
-        self._at = derive(turn, "int4") % self._span
+        self._at = derive(turn, "int4", self.salt) % self._span
         super().encode(vector, out, turn)
 
     def pack(self, rows: torch.Tensor, work: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

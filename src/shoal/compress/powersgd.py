@@ -52,7 +52,8 @@ def worthwhile(layout: Layout, rank: int) -> tuple[Matrix, ...]:
     ((0, 11, 11),)
     """
     side = math.isqrt(layout.size)
-    matrices = layout.matrices or ((0, side, layout.size // side if side else 0),)
+    square = ((0, side, layout.size // side if side else 0),)
+    matrices = square if layout.matrices is None else layout.matrices
     return tuple(m for m in matrices if rank * (m[1] + m[2]) < m[1] * m[2])
 
 

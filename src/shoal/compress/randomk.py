@@ -22,7 +22,7 @@ class RandomK(Compressor):
     """A random `ratio` of the elements travel exactly; without feedback, scaled so that their mean is right."""
 
     summary: ClassVar[str] = "a random choice of elements, the same on all workers"
-    bound: ClassVar[float] = 0.4
+    bound: ClassVar[float] = 0.5
     ratio: float = 0.1
     feedback: bool = True
 

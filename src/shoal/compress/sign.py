@@ -33,7 +33,7 @@ class Sign(Compressor):
     """Each element becomes plus or minus the mean absolute value of its block of 1024."""
 
     summary: ClassVar[str] = "1 bit per element: its sign, and the mean size of 1024"
-    bound: ClassVar[float] = 0.15
+    bound: ClassVar[float] = 0.35
     feedback: bool = True
 
     def code(self, layout: Layout) -> Code:

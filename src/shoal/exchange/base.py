@@ -22,7 +22,7 @@ collective: every rank calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,7 +33,6 @@ from torch import nn
 from shoal.exchange.here import local
 from shoal.exchange.rowtables import RowTables
 from shoal.types import Memory, Promise
-from shoal.world.world import World
 
 State = dict[str, dict[str, torch.Tensor]]
 """Optimizer state by parameter name, then by the optimizer's own key."""
@@ -232,6 +231,10 @@ class Exchange(ABC):
     @abstractmethod
     def drop(self) -> None: ...
 
+    def conclude(self) -> None:
+        """No step comes after this one: put together what each worker has by itself. Collective."""
+        return
+
     def rescale(self, by: float) -> None:
         """The loss is scaled by so much more from now on."""
         del by
@@ -286,15 +289,3 @@ def detached(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
         for key, value in state.items()
         if value is not None
     }
-
-
-def root_of_sum(squares: float, owners: World, model_world: World) -> float:
-    """The norm of the whole gradient, from each worker's share of Σ g². Collective; the same float everywhere."""
-    rows = owners.gather_numbers([squares])
-    whole = sum(rows[:, 0].tolist())
-    return float(sum(model_world.gather_numbers([whole])[:, 0].tolist()) ** 0.5)
-
-
-def sum_of_squares(vectors: Iterable[torch.Tensor]) -> float:
-    """Σ v² in double precision over the vectors' own norms."""
-    return sum(float(torch.linalg.vector_norm(v)) ** 2 for v in vectors)

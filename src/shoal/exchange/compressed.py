@@ -43,6 +43,8 @@ class Compressed(Reducer):
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool) -> None:
         self._lines = [self._make_line(bucket, shapes, scattered) for bucket in buckets]
+        for line in self._lines:
+            line.scattered = scattered
 
     def all_reduce(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
         line = self._lines[bucket.index]
@@ -69,16 +71,24 @@ class Compressed(Reducer):
             feedback.scale(by)
 
     def residuals(self) -> list[Residual]:
-        found = []
-        for line in self._lines:
-            kept = [
-                part for feedback in line.feedbacks if feedback is not None for part in line.parts(feedback)
-            ]
-            found += [
-                Residual(line.bucket, start, part, self._across.size)
-                for start, part in zip(line.starts if kept else (), kept, strict=True)
-            ]
-        return found
+        return [left for line in self._lines for left in self._residuals(line)]
+
+    def _residuals(self, line: Line) -> list[Residual]:
+        kept = [part for feedback in line.feedbacks if feedback is not None for part in line.parts(feedback)]
+        starts = line.starts if kept else ()
+        return [
+            Residual(line.bucket, start, part, self._across.size)
+            for start, part in zip(starts, kept, strict=True)
+        ]
+
+    def give_back(self, bucket: Bucket, start: int, stop: int, result: torch.Tensor) -> None:
+        line = self._lines[bucket.index]
+        share = 1.0 if line.scattered else 1 / self._across.size  # a slice is one worker's alone
+        for left in self._residuals(line):
+            low, high = max(start, left.start), min(stop, left.start + left.tensor.numel())
+            if low < high:
+                part = left.tensor[low - left.start : high - left.start]
+                part.add_(result[low - start : high - start], alpha=share)
 
     def warm(self) -> dict[str, torch.Tensor]:
         found = {
@@ -181,23 +191,25 @@ class Compressed(Reducer):
         if not scattered:
             width = bucket.size // local.size
             return self._line(
-                bucket, [local.rank * width], width, () if within else _matrices(bucket, shapes)
+                bucket, [local.rank * width], width, None if within else _matrices(bucket, shapes)
             )
         width = bucket.size // self._whole.size
         mine = [ranks[local.rank] for ranks in self._hosts] if within else range(self._whole.size)
         starts = [rank * width for rank in mine]
-        line = self._line(bucket, starts, width, ())
+        line = self._line(bucket, starts, width, None)
         if line.codes[0].rounds == 1:
             return line
         # Everybody must know all sums of the first round: one code for all slices.
-        matrices = () if within else _matrices(bucket, shapes)
+        matrices = None if within else _matrices(bucket, shapes)
         return replace(self._line(bucket, [0], width * len(starts), matrices), starts=starts, width=width)
 
     def _line(
-        self, bucket: Bucket, starts: list[int], width: int, matrices: tuple[tuple[int, int, int], ...]
+        self, bucket: Bucket, starts: list[int], width: int, matrices: tuple[tuple[int, int, int], ...] | None
     ) -> Line:
         layout = Layout(width, bucket.dtype, self._whole.device, matrices)
         codes = [self._compressor.code(layout) for _ in starts]
+        for code in codes:
+            code.salt = self._whole.rank
         feedbacks = [Feedback(code, layout) if self._compressor.feedback else None for code in codes]
         return Line(bucket, codes, feedbacks, starts, width)
 
@@ -219,7 +231,8 @@ class Sum:
     def __init__(self, courier: Courier, begin: Begin, counted: Traffic, into: Traffic) -> None:
         self._courier, self._counted, self._into = courier, counted, into
         self._complete: Complete | None = None
-        self._begun = courier.send(lambda: self._keep(begin()))
+        self._sent = Traffic()
+        self._begun = courier.send(lambda: self._begin(begin))
         self._completed: Errand | None = None
 
     def complete(self) -> None:
@@ -232,17 +245,19 @@ class Sum:
         self._begun.wait()
         assert self._completed is not None
         self._completed.wait()
-        sent = self._counted.bytes_sent
-        self._counted.bytes_sent -= sent
-        self._into.bytes_sent += sent
+        self._into.take(self._sent)
 
-    def _keep(self, complete: Complete) -> None:
-        self._complete = complete
+    # On the courier's thread, which alone counts.
+
+    def _begin(self, begin: Begin) -> None:
+        self._complete = begin()
+        self._sent.take(self._counted)
 
     def _finish(self) -> None:
         if self._complete is not None:  # else it has not begun: that error is what to show
             self._complete()
             self._complete = None
+            self._sent.take(self._counted)
 
 
 def _equal_hosts(world: World) -> list[list[int]]:

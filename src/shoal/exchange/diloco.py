@@ -2,8 +2,8 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; fragments, delay and
 quantised outer gradients: Douillard et al., "Streaming DiLoCo with Overlapping Communication", 2025.
-When to use: workers are far from each other. `diloco(50) + int8` sends two hundredths of a byte for each that ddp
-sends. Needs more steps than `local` before it pays; the inner optimizer is best an Adam.
+When to use: workers are far from each other. `diloco(50) + int8` sends a two-hundredth of the bytes of
+ddp. Needs more steps than `local` before it pays; the inner optimizer is best an Adam.
 """
 
 from __future__ import annotations

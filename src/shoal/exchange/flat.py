@@ -36,12 +36,11 @@ from shoal.exchange.base import (
     Tally,
     back_propagate,
     detached,
-    root_of_sum,
-    sum_of_squares,
     trainable,
 )
 from shoal.exchange.here import is_cut, local, put
-from shoal.exchange.owned import unsent
+from shoal.exchange.norms import root_of_sum, sum_of_squares
+from shoal.exchange.owned import lay_out_keeping, leave_unused, unsent
 from shoal.exchange.readiness import ForwardOrder
 from shoal.exchange.reducers import make_reducer
 from shoal.exchange.setup import BucketOptions, Setup
@@ -87,7 +86,7 @@ class FlatExchange(Exchange):
         self.order = list(setup.order) or list(reversed(self.trained))
         """Parameters in the order their gradients become ready; at first a guess: the last layer's first."""
         self._watch: ForwardOrder | None = None
-        self.reducer = make_reducer(setup.world, setup.compressor)
+        self.reducer = make_reducer(setup.world, setup.compressor, setup.model_world)
         """How full buckets are summed."""
         self.module = setup.model
         self._order_is_seen = False
@@ -113,7 +112,7 @@ class FlatExchange(Exchange):
         self._gradients_of_pieces = [self._gradient(piece, target) for piece, target in self.pieces]
         self._arrivals = Arrivals(self.trained, self.buckets, self)
         shapes = {name: local(p).shape for name, p in self.trained.items()}
-        self.reducer.lay_out(self.buckets, shapes, scattered=not self.whole_updates)
+        lay_out_keeping(self.reducer, self.buckets, shapes, scattered=not self.whole_updates)
 
     def lay_out_again(self, order: list[str]) -> None:
         """Move everything to buckets filled in another order. Every rank calls it with the same one."""
@@ -206,6 +205,9 @@ class FlatExchange(Exchange):
         self.reducer.settle()
         total, count, *users = numbers.tolist()
         self._arrivals.used = [flag > 0 for flag in users]
+        if not all(self._arrivals.used):
+            unused = [piece for piece, _ in self.pieces if not self._arrivals.used_name(piece.name)]
+            leave_unused(self.reducer, self.buckets, unused, self._results, self.ranges)
         return Tally(total, count)
 
     def norm(self) -> float:

@@ -23,6 +23,8 @@ class Line:
     """Where each slice of it begins in the bucket; a code may be for all of them."""
     width: int
     """Of a slice."""
+    scattered: bool = False
+    """Whether each worker gets the sum of its own slice only."""
     turn: int = 0
     payload: torch.Tensor | None = None
 

@@ -107,7 +107,7 @@ class Outgoing:
 
     def scale(self, by: float) -> None:
         """Gradients are larger by so much from now on."""
-        for coded in self._encodings.values():
+        for coded in self._encodings.values() if by != 1.0 else ():
             coded.scale(by)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from shoal.exchange.base import Exchange, Held, Owned
 from shoal.exchange.reducer import Reducer
-from shoal.world.buckets import pieces_of
+from shoal.world.buckets import Bucket, Piece, pieces_of
 
 
 def unsent(reducer: Reducer, saving: bool) -> list[Owned]:
@@ -21,6 +23,32 @@ def unsent(reducer: Reducer, saving: bool) -> list[Owned]:
         for piece in pieces_of(left.bucket, left.start, left.start + left.tensor.numel())
     ]
     return _whole(found, reducer) if saving else found
+
+
+def lay_out_keeping(
+    reducer: Reducer, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool
+) -> None:
+    """Let a reducer know of other buckets; what it had not sent, it has not sent still."""
+    before = {owned.held.name: owned.held.tensor.clone() for owned in unsent(reducer, saving=True)}
+    reducer.lay_out(buckets, shapes, scattered)
+    for owned in unsent(reducer, saving=False) if before else ():
+        start, stop = owned.held.start, owned.held.start + owned.held.tensor.numel()
+        owned.held.tensor.copy_(before[owned.held.name][start:stop])
+
+
+def leave_unused(
+    reducer: Reducer,
+    buckets: Sequence[Bucket],
+    unused: Sequence[Piece],
+    results: Sequence[torch.Tensor],
+    ranges: Sequence[tuple[int, int]],
+) -> None:
+    """Nobody had a gradient for some parameters, though a compressor may say something of them: it is kept."""
+    for piece in unused:
+        start = piece.start - ranges[piece.bucket][0]
+        result = results[piece.bucket][start : start + piece.numel]
+        reducer.give_back(buckets[piece.bucket], piece.start, piece.start + piece.numel, result)
+        result.zero_()
 
 
 def own_optimizer_state(exchange: Exchange) -> list[Owned]:

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from shoal.exchange.base import Held, Owned, Tally, root_of_sum, sum_of_squares
+from shoal.exchange.base import Held, Owned, Tally
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.here import local
+from shoal.exchange.norms import root_of_sum, sum_of_squares
 from shoal.exchange.outer import Fragments, Outer
-from shoal.exchange.owned import own_optimizer_state, unsent
+from shoal.exchange.owned import lay_out_keeping, own_optimizer_state, unsent
 from shoal.exchange.reducers import make_reducer
 from shoal.exchange.rounds import Rhythm, Rounds
 from shoal.exchange.setup import BucketOptions, Setup
@@ -55,7 +56,7 @@ class Periodic(FlatExchange):
         self._interval = rhythm.every // fragments.count
         self._rounds = Rounds(setup.world, rhythm)
         self.meets_after = self._interval if rhythm.quorum < 1 else 1
-        self._sums = make_reducer(setup.world, setup.compressor)
+        self._sums = make_reducer(setup.world, setup.compressor, setup.model_world)
         self._anchors: list[torch.Tensor] = []
         self._momenta: list[torch.Tensor] = []
         self._shown: list[torch.Tensor] | None = None
@@ -81,7 +82,7 @@ class Periodic(FlatExchange):
             for name, view in self._by_name(vectors).items() if before else ():
                 view.copy_(before[name])
         shapes = {name: local(p).shape for name, p in self.trained.items()}
-        self._sums.lay_out(self.buckets, shapes, scattered=False)
+        lay_out_keeping(self._sums, self.buckets, shapes, scattered=False)
 
     def agree(self, seen: list[str]) -> list[str]:
         found: list[str] = self._peers.gather_values(seen)[0]
@@ -123,7 +124,9 @@ class Periodic(FlatExchange):
         return self._step
 
     def finish(self, tally: Tally) -> Tally:
-        self._seen = [seen + tally.count for seen in self._seen]
+        # Of a pipeline, only the last stage has counted; all stages of a model must weigh alike.
+        count = float(self._model_world.gather_numbers([tally.count]).max())
+        self._seen = [seen + count for seen in self._seen]
         return super().finish(tally)
 
     def norm(self) -> float:
@@ -148,16 +151,21 @@ class Periodic(FlatExchange):
         elif self._rounds.called(number):
             done = number * self._interval
             self._step = done - 1
-        last = done == self._stop
-        for fragment in [f for f in self._travelling if f.due <= done or last]:
-            self._take_in(fragment)
-        if last:
-            for index in range(self._fragments.count):
-                self._take_in(self._set_out(index, done))
+        for fragment in [f for f in self._travelling if f.due <= done]:
+            self._take_in(fragment, late=True)
+        if done == self._stop:
+            self.conclude()
         elif done % self._interval == 0:
             fragment = self._set_out(number % self._fragments.count, done + self._fragments.delay)
             if self._fragments.delay == 0:
-                self._take_in(fragment)
+                self._take_in(fragment, late=False)
+
+    def conclude(self) -> None:
+        for fragment in list(self._travelling):
+            self._take_in(fragment, late=True)
+        for index in range(self._fragments.count if not self._alike else 0):
+            self._take_in(self._set_out(index, self._step + 1), late=False)
+        self._alike = True
 
     def _set_out(self, index: int, due: int) -> Travelling:
         """The outer gradients of a fragment begin to travel."""
@@ -171,10 +179,12 @@ class Periodic(FlatExchange):
         self._travelling.append(Travelling(due, sums))
         return self._travelling[-1]
 
-    def _take_in(self, fragment: Travelling) -> None:
-        """The sums of a fragment are there, or waited for: move its anchors, and go on from them."""
+    def _take_in(self, fragment: Travelling, late: bool) -> None:
+        """The sums of a fragment are there, or waited for: move its anchors, and go on from them.
+
+        `late`: steps have been made since it set out, whose worth must not be lost.
+        """
         self._travelling.remove(fragment)
-        late = self._fragments.delay > 0 and fragment.due != self._stop
         for bucket, gradient, handle in fragment.sums:
             handle.wait()
             anchor, mine = self._anchors[bucket.index], self.vectors[bucket.index]
@@ -193,7 +203,7 @@ class Periodic(FlatExchange):
 
     def fetch(self) -> None:
         for fragment in list(self._travelling):
-            self._take_in(fragment)
+            self._take_in(fragment, late=True)
         self._shown = None if self._alike else self._mean()
 
     def held(self) -> list[Held]:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, ServerRefused
-from shoal.exchange.base import Tally, sum_of_squares
+from shoal.exchange.base import Tally
+from shoal.exchange.norms import sum_of_squares
 from shoal.exchange.outgoing import Outgoing
 from shoal.exchange.ps_options import PsOptions
 from shoal.exchange.rowlines import ToServers
@@ -52,11 +53,8 @@ class Ps(ServedState):
     promise = Promise.EXACT
     summary = "servers hold the parameters and run the optimizer; its clock says how exact"
     Options = PsOptions
-    whole_updates = True
-    whole_models = True
-    compresses = True
-    apart = True
-    keeps_rows = True
+    whole_updates = whole_models = compresses = True
+    apart = keeps_rows = True
     tables: Tables
 
     def __init__(self, setup: Setup, options: PsOptions) -> None:

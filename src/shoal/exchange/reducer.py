@@ -61,6 +61,10 @@ class Reducer(ABC):
         """What has not been sent yet: part of the run's state."""
         return []
 
+    def give_back(self, bucket: Bucket, start: int, stop: int, result: torch.Tensor) -> None:
+        """The sum of these elements is not used, because nobody had a gradient for them: it stays to be sent."""
+        del bucket, start, stop, result
+
     def warm(self) -> dict[str, torch.Tensor]:
         """What codes have found out and would find again, in time."""
         return {}

@@ -9,9 +9,12 @@ from shoal.exchange.weighing import Weighing
 from shoal.world.world import World
 
 
-def make_reducer(world: World, compressor: Compressor | None) -> Reducer:
-    """How buckets are summed among these workers. Every one of them calls it."""
+def make_reducer(world: World, compressor: Compressor | None, model_world: World) -> Reducer:
+    """How buckets are summed among these workers. Every one of them calls it.
+
+    `model_world`: those who hold one model between them, and must decide alike.
+    """
     if compressor is None or world.size == 1:
         return Plain(world)
     made = Compressed(world, compressor)
-    return Weighing(world, Plain(world), made, compressor) if compressor.tried else made
+    return Weighing(world, Plain(world), made, compressor, model_world) if compressor.tried else made

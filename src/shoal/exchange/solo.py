@@ -16,9 +16,9 @@ from shoal.exchange.base import (
     Tally,
     back_propagate,
     detached,
-    sum_of_squares,
     trainable,
 )
+from shoal.exchange.norms import sum_of_squares
 from shoal.exchange.rowlines import Beside
 from shoal.exchange.setup import NoOptions, Setup
 from shoal.exchange.tables import Tables

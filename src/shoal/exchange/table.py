@@ -49,7 +49,9 @@ class Table:
             yield shard, torch.nonzero(owners == index).view(-1)
 
 
-def terms_of(name: str, module: SparseEmbedding, optimizer: optim.Optimizer, seed: int, shards: int) -> TableTerms:
+def terms_of(
+    name: str, module: SparseEmbedding, optimizer: optim.Optimizer, seed: int, shards: int
+) -> TableTerms:
     """What each of so many shards of a table is; refuses what no shard could be."""
     kind, dtype = type(optimizer), str(module.dtype).removeprefix("torch.")
     if kind.__name__ not in RULES or KINDS.get(kind.__name__) is not kind:

@@ -21,7 +21,8 @@ from shoal.aggregate import make_aggregate
 from shoal.embedding import SparseEmbedding, sum_rows
 from shoal.errors import ConfigError
 from shoal.exchange.asked import Asked, Known
-from shoal.exchange.base import Exchange, sum_of_squares
+from shoal.exchange.base import Exchange
+from shoal.exchange.norms import sum_of_squares
 from shoal.exchange.rowlines import Claim, Line, Pending
 from shoal.exchange.rowtables import RowPiece, RowTables
 from shoal.exchange.table import Table, check_layout, merge, terms_of

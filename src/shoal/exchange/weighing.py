@@ -34,8 +34,11 @@ WORTH = 0.97
 class Weighing(Reducer):
     """Two reducers, until one of them has turned out to be the faster."""
 
-    def __init__(self, world: World, plain: Reducer, other: Reducer, compressor: Compressor) -> None:
+    def __init__(
+        self, world: World, plain: Reducer, other: Reducer, compressor: Compressor, model_world: World
+    ) -> None:
         self._world, self._plain, self._other, self._compressor = world, plain, other, compressor
+        self._model_world = model_world
         self._chosen: Reducer | None = None
         self._step, self._began = -WARM_UP, 0.0
         self._times: tuple[list[float], list[float]] = ([], [])
@@ -72,6 +75,10 @@ class Weighing(Reducer):
     def residuals(self) -> list[Residual]:
         return self._other.residuals()
 
+    def give_back(self, bucket: Bucket, start: int, stop: int, result: torch.Tensor) -> None:
+        if self.compresses_now:
+            self._other.give_back(bucket, start, stop, result)
+
     def warm(self) -> dict[str, torch.Tensor]:
         return self._other.warm()
 
@@ -84,7 +91,7 @@ class Weighing(Reducer):
     @property
     def compresses_now(self) -> bool:
         """Whether the present step's sums are compressed."""
-        return self._chosen is self._other or (self._chosen is None and self._turn() == 1)
+        return self._chosen not in (None, self._plain) or (self._chosen is None and self._turn() == 1)
 
     def _turn(self) -> int:
         """0: as it is, 1: compressed."""
@@ -93,16 +100,18 @@ class Weighing(Reducer):
     def _present(self, bucket: Bucket, vector: torch.Tensor) -> Reducer:
         if self._chosen is None:
             return self._other if self.compresses_now else self._plain
-        for start, part in self._left.pop(bucket.index, ()):
-            vector[start : start + part.numel()].add_(part)
-            part.zero_()
+        if self._left:
+            for start, part in self._left.pop(bucket.index, ()):
+                vector[start : start + part.numel()].add_(part)
+                part.zero_()
+            if not self._left:  # nothing is kept of what is not used
+                self._other = self._plain
         return self._chosen
 
     def _decide(self, last: bool) -> None:
         """All workers see the same numbers and choose alike."""
-        plain, other = (
-            float(t) for t in self._world.gather_numbers([median(t) for t in self._times]).amax(0)
-        )
+        slowest = self._world.gather_numbers([median(t) for t in self._times]).amax(0).tolist()
+        plain, other = self._model_world.gather_numbers(slowest).amax(0).tolist()
         clear = max(plain, other) > CLEAR * min(plain, other)
         if not (last or clear):
             return

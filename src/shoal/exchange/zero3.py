@@ -17,18 +17,10 @@ from typing import Any
 
 import torch
 
-from shoal.exchange.base import (
-    Exchange,
-    Held,
-    State,
-    Tally,
-    back_propagate,
-    root_of_sum,
-    sum_of_squares,
-    trainable,
-)
+from shoal.exchange.base import Exchange, Held, State, Tally, back_propagate, trainable
 from shoal.exchange.gathers import Gathers
 from shoal.exchange.here import local, local_gradient
+from shoal.exchange.norms import root_of_sum, sum_of_squares
 from shoal.exchange.rows import Rows, watch
 from shoal.exchange.scatters import Scatters
 from shoal.exchange.setup import Setup

@@ -160,8 +160,8 @@ def _compressor_fits(plan: Plan, workers: int) -> str | None:
         )
     if made is not None and chosen.apart and made.code(_TRIAL).rounds > 1:
         return (
-            f"{plan}: {plan.compressor.name} needs the sum of all workers on its way, and they meet at servers only; use "
-            "int8 or topk(0.01)."
+            f"{plan}: {plan.compressor.name} needs the sum of all workers on its way, and they meet at servers only; "
+            "use int8 or topk(0.01)."
         )
     return None
 

@@ -16,7 +16,6 @@ from shoal.data.feed import Feed
 from shoal.data.source import is_stream
 from shoal.data.stream import make_loader
 from shoal.errors import ConfigError
-from shoal.exchange.base import Exchange
 from shoal.exchange.setup import Setup
 from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
@@ -45,6 +44,7 @@ from shoal.train.parts import Parts
 from shoal.train.pipelined import Job, Pipelined
 from shoal.train.recompute import recompute_blocks
 from shoal.train.record import Recorder
+from shoal.train.rules import check_fit
 from shoal.train.streams import Streams
 from shoal.train.whole import Shape, Whole
 from shoal.types import Plan
@@ -98,7 +98,7 @@ def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
             compressor=compressor_of(plan),
         ),
     )
-    check_meetings(order, plan, made)
+    check_fit(order, plan, made, divided)
     options = tensor_options(plan)
     if pipelined is not None:
         pipelined.connect(made, lambda: loss_context(options))
@@ -271,15 +271,6 @@ def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(
             f"global_batch={order.global_batch} cannot be cut into {among.size} {who} × {parts} "
             f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
-        )
-
-
-def check_meetings(order: Order, plan: Plan, made: Exchange) -> None:
-    """Refuse what needs all workers at every step, where they need not be there."""
-    if made.meets_after > 1 and (order.batchnorm == "sync" or is_stream(order.data)):
-        what = "batchnorm='sync'" if order.batchnorm == "sync" else "a stream"
-        raise ConfigError(
-            f"{what} under {plan}: with a quorum a slow worker leaves steps out, and {what} cannot; use quorum=1."
         )
 
 

@@ -207,6 +207,8 @@ class Checkpoints:
         if len(state.get("numbers", ())) == parts.mesh.data.size:
             own = state["numbers"][parts.mesh.data.rank]
             parts.count_per_sample = own["count_per_sample"]
+            if parts.scale.dynamic and own["scale"] is not None:
+                parts.scale.value, parts.scale.good_steps = own["scale"], own["good_steps"]
             parts.exchange.load_numbers(own)
         by_module = state.get("streams", {}).get("by_module")
         if by_module is not None:
@@ -249,12 +251,19 @@ class Checkpoints:
             "replicas": parts.mesh.data.size,
             "workers": parts.world.size,
             "holders": holders(parts.whole),
-            "numbers": parts.mesh.data.gather_values(
-                {"count_per_sample": parts.count_per_sample, **parts.exchange.numbers()}
-            ),
+            "numbers": parts.mesh.data.gather_values({**self._own(), **parts.exchange.numbers()}),
             "ties": dict(parts.whole.shape.others),
         }
         return Facts(name, progress.step, self._plan, state)
+
+    def _own(self) -> dict[str, Any]:
+        """Numbers that may differ from replica to replica, where each trains by itself."""
+        scale = self._parts.scale
+        return {
+            "count_per_sample": self._parts.count_per_sample,
+            "scale": scale.value if scale.dynamic else None,
+            "good_steps": scale.good_steps,
+        }
 
     def _committed(self, folder: Path) -> None:
         """On rank 0, in the saver's thread."""

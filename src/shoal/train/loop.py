@@ -70,7 +70,7 @@ class Loop:
                 ahead = number >= progress.step
                 progress.step = max(progress.step, report.number)
                 done = goal.reached(progress.step) and not parts.exchange.apart
-                if scheduler is not None and not report.skipped and ahead:
+                if scheduler is not None and ahead and (not report.skipped or parts.exchange.counts_own):
                     advance(scheduler, report.loss)
                     catch_up(scheduler, report.number - number - 1)
                 change = parts.balancing.after(report)
@@ -88,6 +88,8 @@ class Loop:
                     at = replace(progress, step=report.number)
                     self.checkpoints.begin(f"step-{report.number}", at)
                 yield report
+            if total is None:
+                parts.exchange.conclude()
             if events is not None:
                 self._note_servers(events, 0.0)
             if console is not None and (facts := parts.exchange.servers()):

@@ -23,3 +23,9 @@ class Traffic:
         """So many bytes were sent, of which so large a share left the host."""
         self.bytes_sent += nbytes
         self.bytes_between_hosts += round(nbytes * elsewhere)
+
+    def take(self, other: Traffic) -> None:
+        """Count what another has counted, which begins anew."""
+        self.bytes_sent += other.bytes_sent
+        self.bytes_between_hosts += other.bytes_between_hosts
+        other.bytes_sent = other.bytes_between_hosts = 0
