@@ -10,6 +10,7 @@ from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.world.world import World
 
+STEPS = 8
 EXCHANGES = ("ddp", "zero1", "zero2", "shared", "ps")
 
 
@@ -21,7 +22,7 @@ def strategy(name: str) -> str:
 def run_everything(world: World) -> dict[str, dict[str, Trace]]:
     return {
         toy: {
-            name: run_toy(world, chosen, strategy(name), precision="fp32", deterministic=True)
+            name: run_toy(world, chosen, strategy(name), STEPS, precision="fp32", deterministic=True)
             for name in EXCHANGES
         }
         for toy, chosen in TOYS.items()
@@ -41,17 +42,21 @@ def test_exchanges_agree_bit_for_bit(workers: int, backend: str) -> None:
 
 def run_in_float64(world: World) -> dict[str, dict[str, Trace]]:
     return {
-        toy: {name: run_toy(world, chosen, f"{name}(bucket_mb=0.002)") for name in EXCHANGES if name != "ps"}
+        toy: {
+            name: run_toy(world, chosen, f"{name}(bucket_mb=0.002)", STEPS)
+            for name in EXCHANGES
+            if name != "ps"
+        }
         for toy, chosen in TOYS.items()
     }
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "c"]])
 def test_several_hosts_equal_one_process(hosts: list[str]) -> None:
+    parts = {toy: len(hosts) * chosen.accumulate for toy, chosen in TOYS.items()}
+    wanted = {t: run_toy(World.alone(), TOYS[t], "solo", STEPS, accumulate=n) for t, n in parts.items()}
     for traces in spawn(run_in_float64, len(hosts), hosts=hosts):
         for toy, by_exchange in traces.items():
-            accumulate = len(hosts) * TOYS[toy].accumulate
-            wanted = run_toy(World.alone(), TOYS[toy], "solo", accumulate=accumulate)
             for name, found in by_exchange.items():
-                gap, where = largest_difference(wanted, found)
+                gap, where = largest_difference(wanted[toy], found)
                 assert gap < 1e-12, f"{toy} under {name} on hosts {hosts}: {gap:.2e} at {where}"

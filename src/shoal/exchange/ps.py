@@ -152,7 +152,7 @@ class Ps(ServedState):
     def _start(self, step: int, memo: Any) -> None:
         if not self.begins:
             self.link.run(self._work.wait_ready())
-            self._served.fetch(0)
+            self.first_values()
             return
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
         code = describe_code(self._compressor)
@@ -161,6 +161,7 @@ class Ps(ServedState):
         self._served.give_state(self.optimizer, self.trained, step)
         self.tables.begin(step)
         self.link.run(self._work.begin(step, memo))
+        self.hand_on(step)
 
     def claim(self, step: int, stop: int) -> int | None:
         if not self._started:
