@@ -77,7 +77,8 @@ def test_its_own_samples_only_is_another_result() -> None:
 
 
 def test_recompute_changes_no_bit() -> None:
-    strategies = ["ddp", "zero3", "ddp * tp2", "ddp * pp2(microbatches=2)"]
+    # Where a model is split depends on measured times, and sums may round by it: here it is said.
+    strategies = ["ddp", "zero3", "ddp * tp2", "ddp * pp2(microbatches=2, split=blocks.2)"]
     plain, again = (spawn(with_changes, 2, STACK, strategies, c, 4)[0] for c in ({}, {"recompute": "blocks"}))
     for strategy, a, b in zip(strategies, plain, again, strict=True):
         assert largest_difference(a, b) == (0.0, "nowhere"), strategy

@@ -206,8 +206,8 @@ class Checkpoints:
         parts.count_per_sample = state["count_per_sample"]
         if len(state.get("numbers", ())) == parts.mesh.data.size:
             own = state["numbers"][parts.mesh.data.rank]
-            parts.count_per_sample = own["count_per_sample"]
-            if parts.scale.dynamic and own["scale"] is not None:
+            parts.count_per_sample = own.get("count_per_sample", parts.count_per_sample)
+            if parts.scale.dynamic and own.get("scale") is not None:
                 parts.scale.value, parts.scale.good_steps = own["scale"], own["good_steps"]
             parts.exchange.load_numbers(own)
         by_module = state.get("streams", {}).get("by_module")
@@ -259,6 +259,8 @@ class Checkpoints:
     def _own(self) -> dict[str, Any]:
         """Numbers that may differ from replica to replica, where each trains by itself."""
         scale = self._parts.scale
+        if not self._parts.exchange.counts_own:
+            return {}
         return {
             "count_per_sample": self._parts.count_per_sample,
             "scale": scale.value if scale.dynamic else None,
