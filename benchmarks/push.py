@@ -66,21 +66,25 @@ class Pushed:
         self.shards = cut_shards(buckets, SHARD)
         self._bucket = buckets[0]
         self.values = torch.zeros(self._bucket.size)
-        self._outgoing = Outgoing(buckets, torch.device("cpu"))
+        self._outgoing = Outgoing(buckets, self.shards, torch.device("cpu"), None)
         address, keys = place
         sizes = [4096, *(shard.nbytes for shard in self.shards)]
         kinds = ["ledger", *["dense"] * len(self.shards)]
         me = new_id("apart" if apart else "")
         self.link = Link(me, address, keys, 0, [sizes, kinds, 2, replicas, 60.0])
-        self._served = Served(self.link, self.shards, [self.values])
+        model = torch.nn.Module()
+        model.register_parameter("w", torch.nn.Parameter(self.values[:SIZE]))
+        named = dict(model.named_parameters())
+        self._served = Served(self.link, self.shards, [self.values], model, named, later=False)
         sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
-        self._served.give({"w": 0}, describe(sgd), {"aggregate": "weighted", "hold": False}, 0)
+        self._served.give({"w": 0}, describe(sgd), {"aggregate": "weighted", "hold": False, "code": ""}, 0)
         self._step = 0
 
     def push_pull(self, gradient: torch.Tensor) -> None:
         requests = []
         for shard in self.shards:  # as in a backward pass: what is full goes out while the next fills
-            part, where = self._outgoing.part(shard)
+            part = self._outgoing.gradients[self._bucket.index][shard.start : shard.stop]
+            where = self._outgoing.where(shard)
             copy(part, gradient[shard.start : shard.stop])
             with self.link.lock:
                 told = {"part": 0, "micro": 0}

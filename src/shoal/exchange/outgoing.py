@@ -100,6 +100,10 @@ class Outgoing:
                     requests.append(self._work.stage(shard.number, claim, micro, part, where, codec))
         return Sent(self._link, requests)
 
+    def where(self, shard: Shard) -> Where | None:
+        """Where servers of this host find what a shard gets; None: they get bytes."""
+        return self._wheres.get(shard.number)
+
     def forget(self) -> None:
         """The step does not count: what compression has left out of it is not sent later."""
         for coded in self._encodings.values():
