@@ -23,9 +23,6 @@ class LocalOptions:
 
     every: int
     """Steps between two meetings."""
-    lr: float = 1.0
-    """How far to go towards the mean, and beyond: with an Adam, whose steps are the smaller the more gradients differ,
-    a little more than 1 makes up for the smaller batches."""
     quorum: float = 1.0
     """The share of workers that waits for the others no longer than `grace` seconds."""
     grace: float = 0.0
@@ -48,7 +45,7 @@ class Local(Periodic):
     Options = LocalOptions
 
     def __init__(self, setup: Setup, options: LocalOptions) -> None:
-        super().__init__(setup, options.rhythm, Outer(options.lr), Fragments(), options.bucket_mb)
+        super().__init__(setup, options.rhythm, Outer(), Fragments(), options.bucket_mb)
 
     @classmethod
     def memory(
