@@ -56,20 +56,27 @@ def take_turns(
     turns: int,
     servers: Mapping[str, Sequence[int]],
     meet: Callable[[], None] = lambda: None,
+    rounds: int = 1,
 ) -> dict[str, Seen]:
-    """Measure every contestant in every turn, after two that do not count. `servers`: which processes work for it."""
+    """Measure every contestant in every turn, after two that do not count. `servers`: which processes work for it.
+
+    `rounds`: so many times in a row, after a pause, so that work left over from one round meets the next of the same
+    contestant; what is seen is of one.
+    """
     seen = {name: Seen() for name in makers}
     gc.disable()
     for turn in range(turns + 2):
         for name in list(makers) if turn % 2 == 0 else list(reversed(makers)):
             pids = [os.getpid(), *servers.get(name, ())]
+            time.sleep(0.05 if rounds > 1 else 0.0)
             meet()
             start, worked = time.perf_counter(), work_of(pids)
-            makers[name]()
+            for _ in range(rounds):
+                makers[name]()
             meet()  # it is over when the slowest worker is
             if turn >= 2:
-                seen[name].wall.append(time.perf_counter() - start)
-                seen[name].work.append(work_of(pids) - worked)
+                seen[name].wall.append((time.perf_counter() - start) / rounds)
+                seen[name].work.append((work_of(pids) - worked) / rounds)
         gc.collect()
     gc.enable()
     return seen

@@ -27,6 +27,8 @@ META_LIMIT = 64 << 20
 """Bytes of a plain value."""
 PAYLOAD_LIMIT = 16 << 30
 """Bytes of a tensor."""
+PIECE = 1 << 20
+"""Bytes of a frame of a tensor that travels in several: what a core can encrypt without leaving its cache."""
 ITEM_LIMIT = 1 << 20
 """Entries of one list or dict: msgpack makes room for as many as are announced before it has seen them."""
 DEPTH_LIMIT = 64
@@ -116,11 +118,19 @@ def encode(message: Message) -> list[Part]:
     return [head, meta, payload] if code else [head, meta]
 
 
+def in_pieces(frames: Sequence[Part]) -> list[Part]:
+    """The same message with its tensor in frames of `PIECE` bytes: one is decrypted while the next is encrypted."""
+    if len(frames) < 3:
+        return list(frames)
+    payload = memoryview(frames[2])
+    return [*frames[:2], *(payload[at : at + PIECE] for at in range(0, max(1, len(payload)), PIECE))]
+
+
 def decode(frames: Sequence[Part]) -> Message:
     """The message that these frames are. Its tensor lies in the last of them and is only to be read."""
-    if not 2 <= len(frames) <= 3:
-        raise BadFrame(f"{len(frames)} frames; a message has 2 or 3")
-    first, meta, payload = frames[0], frames[1], frames[2] if len(frames) == 3 else b""
+    if len(frames) < 2:
+        raise BadFrame(f"{len(frames)} frames; a message has 2 and those of its tensor")
+    first, meta, pieces = frames[0], frames[1], frames[2:]
     if len(first) != HEAD.size + SUM.size:
         raise BadFrame(f"a header of {len(first)} bytes; it has {HEAD.size + SUM.size}")
     (
@@ -141,29 +151,44 @@ def decode(frames: Sequence[Part]) -> Message:
     ) = HEAD.unpack_from(first)
     if magic != MAGIC or version != VERSION:
         raise BadFrame(f"not of this protocol: {magic!r}, version {version}; expected {MAGIC!r}, {VERSION}")
-    if meta_size != len(meta) or payload_size != len(payload):
-        raise BadFrame(
-            f"{len(meta)} and {len(payload)} bytes; the header says {meta_size} and {payload_size}"
-        )
-    if SUM.unpack_from(first, HEAD.size)[0] != checksum(first[: HEAD.size], meta, payload):
+    size = sum(map(len, pieces))
+    if meta_size != len(meta) or payload_size != size:
+        raise BadFrame(f"{len(meta)} and {size} bytes; the header says {meta_size} and {payload_size}")
+    if len(pieces) > 1 and [len(piece) for piece in pieces] != _lengths(size):
+        raise BadFrame(f"a tensor in {len(pieces)} frames that are not of {PIECE} bytes each")
+    if SUM.unpack_from(first, HEAD.size)[0] != checksum(first[: HEAD.size], meta, *pieces):
         raise BadFrame("the checksum does not match")
     if kind not in _KINDS or codec not in (RAW, CODED) or flags:
         raise BadFrame(f"kind {kind}, codec {codec}, flags {flags}: one of them is unknown")
-    if bool(code) != (len(frames) == 3):
+    if bool(code) != bool(pieces):
         raise BadFrame(f"{len(frames)} frames with dtype {code}")
     value, where = _unpack(meta)
     if code and where is not None:
         raise BadFrame("a tensor that is both here and elsewhere")
-    tensor = _tensor(payload, _dtype(code)) if code else None
+    tensor = _tensor(pieces[0] if len(pieces) == 1 else _joined(pieces, size), _dtype(code)) if code else None
     return Message(_KINDS[kind], epoch, shard, client, seq, place, clock, value, tensor, where, codec)
 
 
-def checksum(head: Part, meta: Part, payload: Part) -> int:
-    """xxh3 of the three, one after the other: above 10 GB/s on one core."""
+def checksum(head: Part, meta: Part, *payload: Part) -> int:
+    """xxh3 of all, one after the other: above 10 GB/s on one core."""
     sum_ = xxhash.xxh3_64(head)
-    sum_.update(meta)
-    sum_.update(payload)
+    for part in (meta, *payload):
+        sum_.update(part)
     return sum_.intdigest()
+
+
+def _lengths(size: int) -> list[int]:
+    """Those of the pieces of a tensor of so many bytes."""
+    return [min(PIECE, size - at) for at in range(0, size, PIECE)]
+
+
+def _joined(pieces: Sequence[Part], size: int) -> memoryview:
+    if size > PAYLOAD_LIMIT:
+        raise BadFrame(f"a tensor of {size} bytes; at most {PAYLOAD_LIMIT} are taken")
+    whole = np.empty(size, np.uint8)
+    for number, piece in enumerate(pieces):
+        whole[number * PIECE : number * PIECE + len(piece)] = np.frombuffer(piece, np.uint8)
+    return whole.data
 
 
 def _pack(meta: Any, where: Where | None) -> bytes:

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from shoal.errors import ConfigError
-from shoal.server.frame import PAYLOAD_LIMIT, BadFrame, decode, encode
+from shoal.server.frame import PAYLOAD_LIMIT, BadFrame, decode, encode, in_pieces
 from shoal.server.keys import JobKeys
 from shoal.server.message import Message
 
@@ -34,6 +34,8 @@ _QUEUE = 1000
 """Messages that wait for one peer, or from one."""
 _AT_ONCE = 256
 """Messages that one `receive` takes from a socket, so that no sender can keep the others waiting."""
+_CIPHERS = 2
+"""Threads that encrypt and decrypt; connections are dealt out to them."""
 _NAME = struct.Struct("<cQ")
 """How a node is called on the wire; names that begin with a zero byte belong to zmq."""
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/;\[\]]+):(\*|[0-9]{1,5})")
@@ -62,7 +64,7 @@ class Wire:
         if listen is not None:
             _check_address(listen, keys)
         # Without keys, threads of one process may meet in memory, for which they need the same context.
-        self._context = zmq.Context() if keys is not None else zmq.Context.instance()
+        self._context = zmq.Context(_CIPHERS) if keys is not None else zmq.Context.instance()
         self._dealers: dict[int, tuple[str, Socket]] = {}
         self._peers: dict[Socket, int] = {}
         self._router: Socket | None = None
@@ -110,6 +112,8 @@ class Wire:
         dealer = self._socket(zmq.DEALER, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._name)
         if self._keys is not None:
+            taken = [other.getsockopt(zmq.AFFINITY) for _, other in self._dealers.values()]
+            dealer.setsockopt(zmq.AFFINITY, min((1 << n for n in range(_CIPHERS)), key=taken.count))
             dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
@@ -135,7 +139,7 @@ class Wire:
         The tensor's memory is sent as it lies there: it must not change until the peer has answered. If it does, the
         peer drops the message, for its checksum is wrong.
         """
-        frames = encode(message)
+        frames = encode(message) if self._keys is None else in_pieces(encode(message))
         size = sum(map(len, frames))
         if peer in self._dealers:
             target = self._dealers[peer][1]
