@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import subprocess
 import tempfile
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -16,55 +13,19 @@ import torch
 
 from shoal.server.host import coordinate, serve
 from shoal.server.keys import JobKeys
-from shoal.server.post import new_id
 from shoal.server.wire import LOOPBACK
+from shoal.testing.hosts import Hosts
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_NEW_NET = 0x40000000
-"""CLONE_NEWNET of <sched.h>."""
-
-
-@dataclass(frozen=True)
-class Cable:
-    """Another host on this machine: a network namespace at the far end of a cable of some rate. Needs root."""
-
-    rate: str
-    name: str = f"shoal-far-{os.getpid()}"
-
-    def __enter__(self) -> Cable:
-        near, far = f"shn{os.getpid()}", f"shf{os.getpid()}"
-        bucket = ["root", "tbf", "rate", self.rate, "burst", "256kb", "latency", "50ms"]
-        inside = ["ip", "netns", "exec", self.name]
-        for command in (
-            ["ip", "netns", "add", self.name],
-            ["ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self.name],
-            ["ip", "addr", "add", "10.79.0.1/24", "dev", near],
-            ["ip", "link", "set", near, "up"],
-            [*inside, "ip", "addr", "add", "10.79.0.2/24", "dev", far],
-            [*inside, "ip", "link", "set", far, "up"],
-            [*inside, "ip", "link", "set", "lo", "up"],
-            ["tc", "qdisc", "add", "dev", near, *bucket],
-            [*inside, "tc", "qdisc", "add", "dev", far, *bucket],
-        ):
-            subprocess.run(command, check=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run(["ip", "netns", "del", self.name], check=False)
-
-    def enter(self) -> str:
-        """Move this process to the far end; returns where to listen there."""
-        with open(f"/run/netns/{self.name}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
-        return "tcp://10.79.0.2:*"
+WORKER, SERVERS = 0, 1
+"""Who is where, of two hosts."""
 
 
 class Attended:
     """The servers of one job. The job's keys are in a file, as those of servers that stand alone."""
 
-    def __init__(self, servers: int = 2, encrypted: bool = True, cable: Cable | None = None) -> None:
-        """`cable`: the servers are at its far end."""
+    def __init__(self, servers: int = 2, encrypted: bool = True, hosts: Hosts | None = None) -> None:
+        """`hosts`: the servers are on the second, and the worker has to enter the first."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         self.keys = JobKeys.make() if encrypted else None
@@ -73,10 +34,10 @@ class Attended:
             self.keys.write(self.file)
         self._processes: list[BaseProcess] = []
         hears, says = _CONTEXT.Pipe(duplex=False)
-        self._start(_coordinate, self.keys, says, cable)
+        self._start(_coordinate, self.keys, says, hosts)
         self.address: str = hears.recv()
         for slot in range(servers):
-            self._start(_serve, self.address, self.keys, slot, cable)
+            self._start(_serve, self.address, self.keys, slot, hosts)
 
     @property
     def options(self) -> str:
@@ -109,14 +70,18 @@ class Attended:
         self._processes.append(process)
 
 
-def _coordinate(keys: JobKeys | None, says, cable: Cable | None) -> None:  # type: ignore[no-untyped-def]
-    listen = LOOPBACK if cable is None else cable.enter()
-    coordinate(keys, listen, ready=lambda address, _: says.send(address))
+def _coordinate(keys: JobKeys | None, says, hosts: Hosts | None) -> None:  # type: ignore[no-untyped-def]
+    coordinate(keys, _move(hosts), ready=lambda address, _: says.send(address))
 
 
-def _serve(address: str, keys: JobKeys | None, slot: int, cable: Cable | None) -> None:
+def _serve(address: str, keys: JobKeys | None, slot: int, hosts: Hosts | None) -> None:
     torch.set_num_threads(1)
-    if cable is None:
-        serve(address, keys, slot=slot)
-    else:
-        serve(address, keys, cable.enter(), slot=slot, me=new_id("the far end"))
+    serve(address, keys, _move(hosts), slot=slot)
+
+
+def _move(hosts: Hosts | None) -> str:
+    """Go where servers belong; returns where to listen there."""
+    if hosts is None:
+        return LOOPBACK
+    hosts.enter(SERVERS)
+    return f"tcp://{hosts.addresses[SERVERS]}:*"

@@ -2,8 +2,8 @@
 
     scripts/bench server fetch
 
-One worker trains eight layers of 4 MB with two servers: of this host, which hand values over in memory, and at the far
-end of a cable of 1 Gb/s (a network namespace; needs root). A layer is a sleep of 25 ms forward and 50 ms backward
+One worker trains eight layers of 4 MB with two servers: of this host, which hand values over in memory, and of another,
+at 1 Gb/s (two network namespaces; needs root). A layer is a sleep of 25 ms forward and 50 ms backward
 beside its multiplication, as if the worker had a card to compute with: the cores are free for the bytes. With servers
 of this host both contestants do the same, for there nothing is to be gained: they show how far the figures move.
 """
@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from attended import Attended, Cable
+from attended import WORKER, Attended
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shoal.bench.rates import parse_rate
 from shoal.exchange.ps import Ps
+from shoal.testing.hosts import Hosts, make_hosts
 from shoal.testing.spawn import spawn
 from shoal.train.build import Order, build
 from shoal.train.step import run_step
@@ -76,9 +78,11 @@ def stepper(world: World, strategy: str, later: bool) -> Callable[[], None]:
     return step
 
 
-def contest(world: World, turns: int, waiting: str, meanwhile: str) -> object:
+def contest(world: World, turns: int, waiting: str, meanwhile: str, hosts: Hosts | None) -> object:
     from server import take_turns
 
+    if hosts is not None:
+        hosts.enter(WORKER)
     torch.set_num_threads(1)
     makers = {
         "waiting": stepper(world, f"ps(bsp, bucket_mb=4, {waiting})", False),
@@ -93,12 +97,14 @@ def measure(turns: int) -> int:
     missed = 0
     for where, rate in (("of this host", ""), ("behind 1 Gb/s", "1gbit")):
         if rate and os.geteuid():
-            print("\nservers behind a cable: left out, which needs root to make one")
+            print("\nservers of another host: left out, which needs root to make one")
             continue
         with contextlib.ExitStack() as stack:
-            cable = stack.enter_context(Cable(rate)) if rate else None
-            one, two = (stack.enter_context(Attended(cable=cable)) for _ in range(2))
-            seen = spawn(contest, 1, turns, one.options, two.options, timeout=1800)[0]
+            hosts = stack.enter_context(make_hosts(2)) if rate else None
+            if hosts is not None:
+                hosts.limit(parse_rate(rate))
+            one, two = (stack.enter_context(Attended(hosts=hosts)) for _ in range(2))
+            seen = spawn(contest, 1, turns, one.options, two.options, hosts, timeout=1800)[0]
         table(f"fresh values: 32 MB, 1 worker, 2 servers {where}", seen, "waiting")
         missed += judge(seen, [("meanwhile", "waiting", 0.95 if rate else 1.03)])
     return missed

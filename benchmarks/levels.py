@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.bench.network import ADDRESSES, Cable, parse_rate, two_hosts
+from shoal.bench.rates import parse_rate
+from shoal.testing.hosts import Hosts, address_of, make_hosts
 from shoal.world.launch import Launch
 from shoal.world.world import Handle, World
 
@@ -80,7 +81,7 @@ def measure(call: Call, worlds: list[World]) -> list[tuple[float, float]]:
 
 def work(rank: int, workers: int, sizes: list[int]) -> None:
     torch.set_num_threads(1)
-    at = f"tcp://{ADDRESSES[0]}:{PORT}"
+    at = f"tcp://{address_of(0)}:{PORT}"
     world = World.open(Launch(rank, 2 * workers, rank % workers, workers, at, f"host{rank // workers}"))
     plain = world.wire()
     for nbytes in sizes:
@@ -92,11 +93,11 @@ def work(rank: int, workers: int, sizes: list[int]) -> None:
     world.close()
 
 
-def run(cable: Cable, workers: int, sizes: list[int]) -> list[subprocess.Popen[str]]:
+def run(hosts: Hosts, workers: int, sizes: list[int]) -> list[subprocess.Popen[str]]:
     processes = []
     for rank in range(2 * workers):
         words = [sys.executable, __file__, "--rank", str(rank), "--workers", str(workers)]
-        command = cable.command(rank // workers, *words, "--sizes", *map(str, sizes))
+        command = hosts.command(rank // workers, *words, "--sizes", *map(str, sizes))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOST": f"host{rank // workers}"}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(command, stdout=output, text=True, env=environment))
@@ -128,13 +129,13 @@ def main() -> int:
         work(asked.rank, asked.workers, asked.sizes)
         return 0
     fine = True
-    with two_hosts() as cable:
-        cable.limit(parse_rate(asked.rate))
+    with make_hosts(2) as hosts:
+        hosts.limit(parse_rate(asked.rate))
         print(
             f"2 hosts of {asked.workers} workers, {asked.rate}; bytes: out of the first host, for each call"
         )
         print("collective        size        gloo      levels  ratio       gloo      levels  share")
-        processes = run(cable, asked.workers, asked.sizes)
+        processes = run(hosts, asked.workers, asked.sizes)
         try:
             assert processes[0].stdout is not None
             for line in processes[0].stdout:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from shoal.bench.contestants import BASELINE
-from shoal.bench.network import show_rate
+from shoal.bench.rates import show_rate
 from shoal.bench.result import AtRate, Result, read_result
 
 RATE = 100_000_000

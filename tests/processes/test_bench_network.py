@@ -12,9 +12,9 @@ import psutil
 import pytest
 from commands import finish, start
 
-from shoal.bench.network import two_hosts
 from shoal.bench.text import size_for
 from shoal.errors import ConfigError
+from shoal.testing.hosts import make_hosts
 
 TINY = ("bench", "network", "--rates", "50mbit", "--parameters", "1e5", "--small", "4e4", "--rounds", "2")
 
@@ -22,15 +22,15 @@ TINY = ("bench", "network", "--rates", "50mbit", "--parameters", "1e5", "--small
 @pytest.fixture(autouse=True)
 def _hosts_can_be_made() -> None:
     try:
-        with two_hosts() as cable:
-            cable.limit(10**7)
+        with make_hosts(2) as hosts:
+            hosts.limit(10**7)
     except ConfigError as refused:
         pytest.skip(f"no two hosts on this machine: {refused}")
 
 
 def namespaces(pid: int) -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"shoal-bench-{pid}-")]
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"shoal-host-{pid}-")]
 
 
 def test_the_contest(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path) -> None
     process.kill()
     finish(process)
     assert not psutil.wait_procs(children, timeout=10)[1], "the hosts outlive the one who started them"
-    assert len(namespaces(process.pid)) == 2
-    with two_hosts():
+    assert len(namespaces(process.pid)) == 3, "two hosts and their switch"
+    with make_hosts(1):
         assert namespaces(process.pid) == []
 
 

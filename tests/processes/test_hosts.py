@@ -1,17 +1,26 @@
-"""Two hosts on one machine: network namespaces joined by a cable that the test makes itself."""
+"""Several hosts on one machine: what joins them, what holds them back, and a run that trains on two of them."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import shutil
+import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from shoal.testing.hosts import INTERFACE, Hosts, make_hosts
+
+PORT = 29518
+MB = 10**6
 
 SCRIPT = """
 import sys, torch, shoal
@@ -30,54 +39,180 @@ if run.world.rank == 0:
 """
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+PROBE = """set -e
+ip link add name b type bridge
+ip link add v type veth peer name w
+tc qdisc add dev v root tbf rate 1mbit burst 10kb latency 50ms
+"""
+"""What hosts are made of, in a namespace without a name. It does not use what is tested, whose faults must not skip."""
 
 
-@pytest.fixture
-def cable() -> Iterator[tuple[str, str]]:
-    """Two namespaces, with addresses 10.77.0.1 and 10.77.0.2."""
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip` command here (Debian package iproute2): cannot make two hosts")
-    tag = uuid.uuid4().hex[:6]
-    names = (f"shoal-{tag}-0", f"shoal-{tag}-1")
-    ends = (f"sh{tag}0", f"sh{tag}1")
+@pytest.fixture(autouse=True, scope="module")
+def _hosts_can_be_made() -> None:
+    tried = subprocess.run(["unshare", "--net", "sh", "-c", PROBE], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no hosts on this machine: {tried.stderr.strip()}")
+
+
+def _enter(act: Callable[..., Any], hosts: Hosts, host: int, answers: Any) -> None:
+    hosts.enter(host)
+    answers.put((host, act(hosts, host)))
+
+
+def on_every_host(act: Callable[..., Any], hosts: Hosts) -> list[Any]:
+    """`act(hosts, number)` in a process on each host; what they return."""
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    numbers = range(len(hosts.names))
+    started = [context.Process(target=_enter, args=(act, hosts, n, answers), daemon=True) for n in numbers]
+    for process in started:
+        process.start()
     try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip(
-            "link",
-            "add",
-            ends[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            ends[1],
-            "netns",
-            names[1],
-        )
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
-            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-    except subprocess.CalledProcessError as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"the kernel refuses network namespaces: {error.stderr.strip()}")
-    yield names
-    for name in names:
-        _ip("netns", "del", name)
+        found = dict(answers.get(timeout=60) for _ in numbers)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return [found[number] for number in numbers]
 
 
-def _start(name: str, host: int, strategy: str, log: Path, script: Path) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "shoal", "run", "--workers", "2"]
-    command += ["--hosts", "2", "--host", str(host), "--at", "10.77.0.1:29517", "--strategy", strategy]
+def reach(address: str) -> socket.socket:
+    """A connection to a host that may not listen yet."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((address, PORT), timeout=30)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def meet(hosts: Hosts, host: int) -> tuple[list[str], list[str]]:
+    """Call every other host, and be called by each: who was heard, and from which address."""
+    others = [number for number in range(len(hosts.names)) if number != host]
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((hosts.addresses[host], PORT)))
+        listener.settimeout(30)
+        for other in others:
+            stack.enter_context(reach(hosts.addresses[other])).sendall(bytes([host]))
+        heard = []
+        for _ in others:
+            caller, (address, _port) = listener.accept()
+            stack.enter_context(caller)
+            caller.settimeout(30)
+            heard.append((hosts.addresses[caller.recv(1)[0]], address))
+        heard.sort()
+    return [said for said, _ in heard], [seen for _, seen in heard]
+
+
+def test_each_of_three_hosts_reaches_each_other() -> None:
+    with make_hosts(3) as hosts:
+        first, second, third = hosts.addresses
+        found = on_every_host(meet, hosts)
+    assert (first, second, third) == ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+    assert found == [([second, third],) * 2, ([first, third],) * 2, ([first, second],) * 2]
+
+
+def exchange(connection: socket.socket, ends: list[float]) -> None:
+    """A megabyte each way; notes when the last byte has come."""
+
+    def send() -> None:
+        connection.sendall(bytes(MB))
+        connection.shutdown(socket.SHUT_WR)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    count = 0
+    while got := connection.recv(1 << 16):
+        count += len(got)
+    assert count == MB
+    ends.append(time.monotonic())
+    sender.join()
+
+
+def exchange_with_two(hosts: Hosts, host: int) -> tuple[float, list[float]]:
+    """The first host exchanges a megabyte with each of two others at once: when it began, when bytes had come."""
+    ends: list[float] = []
+    with ExitStack() as stack:
+        if host:
+            connection = stack.enter_context(reach(hosts.addresses[0]))
+            connection.recv(1)  # until both are there
+            exchange(connection, ends)
+            return 0.0, ends
+        listener = stack.enter_context(socket.create_server((hosts.addresses[0], PORT)))
+        listener.settimeout(30)
+        both = [stack.enter_context(listener.accept()[0]) for _ in range(2)]
+        threads = [threading.Thread(target=exchange, args=(connection, ends)) for connection in both]
+        begun = time.monotonic()
+        for connection in both:
+            connection.settimeout(30)
+            connection.sendall(b"!")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return begun, ends
+
+
+def test_a_limit_is_kept_both_ways() -> None:
+    """2 MB leave one host and 2 MB come, of two others: the other ends alone would let them pass in one second."""
+    with make_hosts(3) as hosts:
+        hosts.limit(8 * MB)
+        (begun, mine), (_, second), (_, third) = on_every_host(exchange_with_two, hosts)
+    assert [len(ends) for ends in (mine, second, third)] == [2, 1, 1]
+    assert max(mine) - begun > 1.5, "what the first received was not held back"
+    assert max(second + third) - begun > 1.5, "what it sent was not held back"
+
+
+def buckets(hosts: Hosts) -> int:
+    """Token buckets in all namespaces."""
+    shown = [
+        subprocess.run(["tc", "-n", name, "qdisc"], capture_output=True, text=True, check=True).stdout
+        for name in (*hosts.names, hosts.switch)
+    ]
+    return "".join(shown).count("qdisc tbf")
+
+
+def test_a_limit_is_lifted() -> None:
+    with make_hosts(2) as hosts:
+        assert buckets(hosts) == 0
+        hosts.limit(10**8)
+        hosts.limit(10**9)
+        assert buckets(hosts) == 4
+        hosts.limit(None)
+        assert buckets(hosts) == 0
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def interfaces() -> list[str]:
+    """Of the machine itself."""
+    return [name for name in os.listdir("/sys/class/net") if name.startswith(INTERFACE)]
+
+
+def test_nothing_is_left() -> None:
+    with make_hosts(3) as hosts:
+        made = {*hosts.names, hosts.switch}
+        assert made <= namespaces()
+        assert interfaces() == []
+    with pytest.raises(ZeroDivisionError), make_hosts(1) as others:  # noqa: PT012
+        made |= {*others.names, others.switch}
+        raise ZeroDivisionError
+    assert len(made) == 6
+    assert not made & namespaces()
+    assert interfaces() == []
+
+
+def _start(hosts: Hosts, host: int, strategy: str, log: Path, script: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "shoal", "run", "--workers", "2", "--hosts", "2", "--host", str(host)]
+    words += ["--at", f"{hosts.addresses[0]}:29517", "--strategy", strategy, str(script), str(log)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, str(script), str(log)],
+        hosts.command(host, *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,17 +226,59 @@ def _losses(log: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["shared", "zero2"])
-def test_two_hosts_of_two_workers_train_as_one_process(
-    cable: tuple[str, str], tmp_path: Path, strategy: str
-) -> None:
+def test_two_hosts_of_two_workers_train_as_one_process(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    hosts = [_start(name, i, strategy, tmp_path / "two", script) for i, name in enumerate(cable)]
-    outputs = [host.communicate(timeout=90) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], outputs
+    with make_hosts(2) as hosts:
+        started = [_start(hosts, host, strategy, tmp_path / "two", script) for host in range(2)]
+        try:
+            outputs = [process.communicate(timeout=90) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
     assert "hosts 2" in outputs[0][0]
     alone = subprocess.run(
         [sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90
     )
     assert alone.returncode == 0, alone.stderr
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)
+
+
+def _serve(hosts: Hosts, host: int, keys: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "shoal", "server", "--listen", f"{hosts.addresses[host]}:7077"]
+    words += ["--keys", str(keys), "--servers", "1"]
+    words += ["--join", f"{hosts.addresses[0]}:7077"] * (host > 0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(hosts.command(host, *words), stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_servers_on_two_hosts_and_one_of_them_is_lost(tmp_path: Path) -> None:
+    """Workers on both hosts meet at servers of both. The second host's are killed in the middle: no loss changes."""
+    script, log, keys = tmp_path / "train.py", tmp_path / "two", tmp_path / "keys"
+    script.write_text(SCRIPT.replace("    pass\n", "    import time; time.sleep(0.1)\n"))
+    with make_hosts(2) as hosts, ExitStack() as stack:
+        servers = []
+        for host in range(2):
+            servers.append(stack.enter_context(_serve(hosts, host, keys)))
+            stack.callback(servers[-1].kill)
+            said = servers[-1].stderr
+            assert said is not None
+            assert "1 server of the coordinator" in said.readline()
+        strategy = f"ps(at={hosts.addresses[0]}:7077, keys={keys})"
+        started = [_start(hosts, host, strategy, log, script) for host in range(2)]
+        for process in started:
+            stack.callback(process.kill)
+        deadline = time.monotonic() + 60
+        while not (log / "events.jsonl").exists() or len(_losses(log)) < 4:
+            assert time.monotonic() < deadline, [process.poll() for process in started]
+            time.sleep(0.05)
+        servers[1].kill()
+        outputs = [process.communicate(timeout=90) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    alone = subprocess.run(
+        [sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert len(_losses(log)) == 12
+    assert _losses(log) == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)

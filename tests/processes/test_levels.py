@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.network import ADDRESSES, Cable, two_hosts
 from shoal.errors import ConfigError
+from shoal.testing.hosts import Hosts, make_hosts
 from shoal.testing.parity import Trace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import Toy
@@ -319,22 +319,22 @@ def test_bytes_on_the_cable(tmp_path: Path, backend: str, least: float, most: fl
     """ddp on two hosts of two workers: one model leaves each host for a step; plain gloo sends one and a half."""
     (tmp_path / "train.py").write_text(SCRIPT)
     try:
-        with two_hosts() as cable:
-            outputs = _run_on(cable, str(tmp_path / "train.py"), backend)
+        with make_hosts(2) as hosts:
+            outputs = _run_on(hosts, str(tmp_path / "train.py"), backend)
     except ConfigError as reason:
         pytest.skip(str(reason))
     share = float(outputs[0].partition("sent ")[2])
     assert least < share < most
 
 
-def _run_on(cable: Cable, script: str, backend: str) -> list[str]:
+def _run_on(hosts: Hosts, script: str, backend: str) -> list[str]:
     started = []
     for host in range(2):
         words = ["-m", "shoal", "run", "--workers", "2", "--hosts", "2", "--host", str(host)]
-        words += ["--at", f"{ADDRESSES[0]}:29617", "--strategy", "ddp", script, backend]
+        words += ["--at", f"{hosts.addresses[0]}:29617", "--strategy", "ddp", script, backend]
         started.append(
             subprocess.Popen(
-                cable.command(host, sys.executable, *words),
+                hosts.command(host, sys.executable, *words),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from shoal.bench import contest
 from shoal.bench.contest import Settings, hold_contest, steps_in_turn
 from shoal.bench.contestants import BASELINE, Contestant, contestants
-from shoal.bench.network import Cable, parse_rate, show_rate, two_hosts
 from shoal.bench.pair import HostFailed
 from shoal.bench.plot import save_png
+from shoal.bench.rates import parse_rate, show_rate
 from shoal.bench.result import AtRate, Lap, Learned, Result, Timed, read_result
 from shoal.bench.table import show
 from shoal.bench.text import CONTEXT, Reader, kept_text, size_for, training_text
 from shoal.cli.bench import split_names
 from shoal.errors import ConfigError, ShoalError
+from shoal.testing.hosts import Hosts, make_hosts
 
 SETTINGS = Settings(rates=(10**8, 10**9), steps=4, parameters=2e4, small=1e4, rounds=3, batch=2)
 
@@ -87,18 +88,18 @@ def test_contestants() -> None:
 def test_only_root_makes_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda word: f"/sbin/{word}")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="you are user 1000; start it with sudo"), two_hosts():
+    with pytest.raises(ConfigError, match="you are user 1000; start it with sudo"), make_hosts(2):
         pass
 
 
 def test_without_the_commands_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(ConfigError, match="install iproute2"), two_hosts():
+    with pytest.raises(ConfigError, match="install iproute2"), make_hosts(2):
         pass
 
 
-class Wire(Cable):
-    """A cable that nobody pulls."""
+class Still(Hosts):
+    """Hosts that nobody made."""
 
     def limit(self, rate: int | None) -> None:
         del rate
@@ -127,12 +128,11 @@ class Told:
 
 def contest_of(names: list[str], broken: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Result:
     @contextmanager
-    def start(_: Cable) -> Iterator[Told]:
+    def start(_: Hosts) -> Iterator[Told]:
         yield Told(broken)
 
     monkeypatch.setattr(contest, "start_pair", start)
-    wire = Wire(("a", "b"), ("x", "y"))
-    return hold_contest(wire, contestants(names), SETTINGS, lambda _: None)
+    return hold_contest(Still(("a", "b"), "switch"), contestants(names), SETTINGS, lambda _: None)
 
 
 def test_the_slower_host_and_both_hosts_losses_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_without_torch_there_is_nothing_to_compare_with(monkeypatch: pytest.Monk
 def test_too_little_memory_is_said_before_anything_starts() -> None:
     huge = Settings(rates=(10**8,), steps=1, parameters=1e13, small=1e4, rounds=1, batch=1)
     with pytest.raises(ConfigError, match="GB side by side"):
-        hold_contest(Wire(("a", "b"), ("x", "y")), contestants(["ddp"]), huge, lambda _: None)
+        hold_contest(Still(("a", "b"), "switch"), contestants(["ddp"]), huge, lambda _: None)
 
 
 def made_up() -> Result:

@@ -16,12 +16,13 @@ from typing import Any
 import psutil
 
 from shoal.bench.contestants import BASELINE, Contestant
-from shoal.bench.loops import Case
-from shoal.bench.network import Cable, show_rate
 from shoal.bench.pair import HostFailed, Pair, start_pair
+from shoal.bench.rates import show_rate
 from shoal.bench.result import AtRate, Lap, Learned, Result, Timed
+from shoal.bench.runners import Case
 from shoal.bench.text import size_for
 from shoal.errors import ConfigError, ShoalError
+from shoal.testing.hosts import Hosts
 
 SLOW = 2.0
 """Seconds: whoever takes longer for a step makes one in a turn, others two."""
@@ -69,7 +70,7 @@ class Dropped(Exception):
         self.name, self.reason = name, reason
 
 
-def hold_contest(cable: Cable, entered: Sequence[Contestant], settings: Settings, say: Say) -> Result:
+def hold_contest(hosts: Hosts, entered: Sequence[Contestant], settings: Settings, say: Say) -> Result:
     """Measure everybody. Who fails is left out from there on, with the reason."""
     _check_memory(len(entered), settings.timed_case)
     failed: dict[str, str] = {}
@@ -84,10 +85,10 @@ def hold_contest(cable: Cable, entered: Sequence[Contestant], settings: Settings
                     raise ShoalError(f"torch DDP failed, and all are compared with it: {dropped}") from None
                 failed[dropped.name] = dropped.reason
 
-    learned: dict[str, Learned] = without_failures(partial(_learn, cable, settings.learning_case, say))
+    learned: dict[str, Learned] = without_failures(partial(_learn, hosts, settings.learning_case, say))
     rates: list[AtRate] = []
     for rate in settings.rates:
-        rates.append(without_failures(partial(_time, cable, settings, rate, say)))
+        rates.append(without_failures(partial(_time, hosts, settings, rate, say)))
     about = {
         "timed_parameters": settings.timed_case.size.parameters,
         "timed_batch": settings.batch,
@@ -99,12 +100,12 @@ def hold_contest(cable: Cable, entered: Sequence[Contestant], settings: Settings
     return Result(about, tuple(rates), learned, failed)
 
 
-def _learn(cable: Cable, case: Case, say: Say, entered: Sequence[Contestant]) -> dict[str, Learned]:
+def _learn(hosts: Hosts, case: Case, say: Say, entered: Sequence[Contestant]) -> dict[str, Learned]:
     found: dict[str, Learned] = {}
     if case.steps == 0:
         return found
-    cable.limit(None)
-    with start_pair(cable) as pair:
+    hosts.limit(None)
+    with start_pair(hosts) as pair:
         for number, one in enumerate(entered, start=1):
             say(f"losses, {case.steps} steps: {one.name} ({number} of {len(entered)})")
             _ask(pair, one, 120, {"do": "make", "case": case.to_json()})
@@ -116,16 +117,16 @@ def _learn(cable: Cable, case: Case, say: Say, entered: Sequence[Contestant]) ->
     return found
 
 
-def _time(cable: Cable, settings: Settings, rate: int, say: Say, entered: Sequence[Contestant]) -> AtRate:
-    cable.limit(None)
+def _time(hosts: Hosts, settings: Settings, rate: int, say: Say, entered: Sequence[Contestant]) -> AtRate:
+    hosts.limit(None)
     label, case = show_rate(rate), settings.timed_case
     # A whole model once there and back, with room for what nobody foresaw.
     patience = 120 + 20 * 4 * case.size.parameters * 8 / rate
-    with start_pair(cable) as pair:
+    with start_pair(hosts) as pair:
         for one in entered:
             say(f"{label}: building {one.name}")
             _ask(pair, one, 120, {"do": "make", "case": case.to_json()})
-        cable.limit(rate)
+        hosts.limit(rate)
         probed = _probe(pair, rate)
         pace: dict[str, float] = {}
         for one in entered:

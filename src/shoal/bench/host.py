@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import torch
 
 from shoal.bench.contestants import contestants
-from shoal.bench.loops import Case, Loop, make_loop
+from shoal.bench.runners import Case, Runner, make_runner
 from shoal.world.launch import from_environment
 from shoal.world.world import World
 
@@ -38,31 +38,31 @@ class Host:
     def __init__(self, world: World, counter: Path) -> None:
         self._world = world
         self._counter = counter
-        self._loops: dict[str, Loop] = {}
+        self._runners: dict[str, Runner] = {}
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what a command says."""
         what, name = command["do"], command.get("name", "")
         if what == "make":
             (contestant,) = [one for one in contestants([name]) if one.name == name]
-            self._loops[name] = make_loop(contestant, Case(**command["case"]), self._world)
+            self._runners[name] = make_runner(contestant, Case(**command["case"]), self._world)
             return {}
         if what == "run":
-            return self._run(self._loops[name], command["steps"])
+            return self._run(self._runners[name], command["steps"])
         if what == "measure":
-            return {"loss": self._loops[name].measure()}
+            return {"loss": self._runners[name].measure()}
         if what == "drop":
-            del self._loops[name]
+            del self._runners[name]
             gc.collect()
             return {}
         assert what == "probe", what
         return self._probe(command["bytes"])
 
-    def _run(self, loop: Loop, steps: int) -> dict[str, Any]:
+    def _run(self, runner: Runner, steps: int) -> dict[str, Any]:
         gc.collect()
         self._world.barrier()
         before, start = self._sent(), time.perf_counter()
-        losses = [loop.step() for _ in range(steps)]
+        losses = [runner.step() for _ in range(steps)]
         late = self._empty_wire()
         self._world.barrier()  # it is over when the slower host is
         seconds = time.perf_counter() - start - late

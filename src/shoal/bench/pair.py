@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from shoal.bench.network import ADDRESSES, Cable
 from shoal.errors import ShoalError
+from shoal.testing.hosts import INTERFACE, Hosts
 
 PORT = 29517
 STARTING = 120.0
@@ -119,7 +119,7 @@ class Pair:
 
 
 @contextmanager
-def start_pair(cable: Cable) -> Iterator[Pair]:
+def start_pair(hosts: Hosts) -> Iterator[Pair]:
     """Start one process on each host and let them meet; they end with the block."""
     processes: list[subprocess.Popen[bytes]] = []
     logs: list[IO[bytes]] = []
@@ -128,7 +128,7 @@ def start_pair(cable: Cable) -> Iterator[Pair]:
         for number in range(2):
             # Appended to, for we read where the process writes. It is closed below, with the process.
             logs.append(tempfile.TemporaryFile("a+b"))  # noqa: SIM115
-            processes.append(_start(cable, number, logs[-1]))
+            processes.append(_start(hosts, number, logs[-1]))
         pair = Pair(processes, logs)
         pair.answers(STARTING, "meet")
         yield pair
@@ -143,23 +143,23 @@ def start_pair(cable: Cable) -> Iterator[Pair]:
                 log.close()
 
 
-def _start(cable: Cable, number: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-m", "shoal.bench.start", str(os.getpid()), cable.ends[number]]
+def _start(hosts: Hosts, number: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-m", "shoal.bench.start", str(os.getpid()), INTERFACE]
     environment = {
         **os.environ,
         "RANK": str(number),
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "SHOAL_RENDEZVOUS": f"tcp://{ADDRESSES[0]}:{PORT}",
-        "SHOAL_HOST": cable.hosts[number],
+        "SHOAL_RENDEZVOUS": f"tcp://{hosts.addresses[0]}:{PORT}",
+        "SHOAL_HOST": hosts.names[number],
         "OMP_NUM_THREADS": "1",
     }
     for name in ("SHOAL_OVERRIDES", "SHOAL_RECORD", "SHOAL_QUESTION", "SHOAL_LAUNCHER", "GLOO_SOCKET_IFNAME"):
         environment.pop(name, None)
     # Ctrl-C is for the one who started them, who then ends them.
     return subprocess.Popen(
-        cable.command(number, *program),
+        hosts.command(number, *program),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

@@ -10,10 +10,10 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.bench.network import show_rate
+from shoal.bench.rates import show_rate
 from shoal.bench.result import AtRate, Result
 from shoal.bench.table import seconds
-from shoal.errors import ConfigError
+from shoal.report.chart import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,16 +59,9 @@ WINDOW = 20
 
 def save_png(result: Result, path: Path) -> None:
     """Write the picture."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a PNG needs matplotlib; run `pip install shoal[plots]`.") from error
     names, colours = result.names, colours_of(result.names)
     bars, curves = 0.3 * len(names) + 1.0, 5.6 if result.learned else 0.0
-    # Not pyplot: its list of open figures and its backend belong to the program that called us.
-    figure = Figure(figsize=(13, bars + curves), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, bars + curves, dpi=130)
     above: SubFigure
     if curves:
         both = figure.subfigures(2, 1, squeeze=False, height_ratios=[bars, curves], hspace=0.04)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.contestants import BASELINE
-from shoal.bench.network import show_rate
+from shoal.bench.rates import show_rate
 
 NOTE = (
     "Losses do not depend on the network, so they are those of a smaller model, trained once by each contestant "

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from shoal.bench.contestants import BASELINE
-from shoal.bench.network import show_rate
+from shoal.bench.rates import show_rate
 from shoal.bench.result import AtRate, Result
 
 

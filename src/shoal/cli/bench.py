@@ -49,7 +49,8 @@ def network(
     """
     from shoal.bench.contest import Settings, hold_contest
     from shoal.bench.contestants import PEERS, STRATEGIES, contestants
-    from shoal.bench.network import parse_rate, two_hosts
+    from shoal.bench.rates import parse_rate
+    from shoal.testing.hosts import make_hosts
 
     default = _QUICK if quick else _FULL
     named = split_names(strategies) if strategies else [*PEERS, *STRATEGIES]
@@ -64,8 +65,8 @@ def network(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     entered = contestants(named)
-    with two_hosts() as cable:
-        result = hold_contest(cable, entered, settings, _progress())
+    with make_hosts(2) as hosts:
+        result = hold_contest(hosts, entered, settings, _progress())
     _finish(folder, result)
 
 

@@ -49,7 +49,7 @@ class Case:
         return asdict(self)
 
 
-class Loop(ABC):
+class Runner(ABC):
     """A contestant at work."""
 
     @abstractmethod
@@ -61,12 +61,12 @@ class Loop(ABC):
         """The mean loss over the text that nobody trains on. Every host calls it."""
 
 
-def make_loop(contestant: Contestant, case: Case, world: World) -> Loop:
+def make_runner(contestant: Contestant, case: Case, world: World) -> Runner:
     """Build a contestant. Every host calls it."""
-    return TorchLoop(contestant.name, case, world) if contestant.peer else ShoalLoop(contestant, case)
+    return TorchRunner(contestant.name, case, world) if contestant.peer else ShoalRunner(contestant, case)
 
 
-class ShoalLoop(Loop):
+class ShoalRunner(Runner):
     """What a user writes, with another strategy."""
 
     def __init__(self, contestant: Contestant, case: Case) -> None:
@@ -91,7 +91,7 @@ class ShoalLoop(Loop):
         return self._run.evaluate(kept_text(), batch=64).loss
 
 
-class TorchLoop(Loop):
+class TorchRunner(Runner):
     """What a user of torch writes."""
 
     def __init__(self, name: str, case: Case, world: World) -> None:
