@@ -5,6 +5,7 @@
     scripts/bench server push                   gradients there and values back, beside torch RPC and Ray (push.py)
     scripts/bench server stragglers             slow workers under bsp, ssp and asp (stragglers.py)
     scripts/bench server fetch                  values that come during the next forward pass (fetch.py)
+    scripts/bench server first                  first values of a job on several hosts (first.py)
     scripts/bench server pause                  how long `kill -9` of a server holds up the work (pause.py)
 
 Servers and coordinator are processes of their own. Contestants take turns step by step in the same processes, and a
@@ -177,6 +178,7 @@ def step(turns: int) -> int:
 
 def main() -> None:
     import fetch
+    import first
     import pause
     import push
     import stragglers
@@ -189,6 +191,7 @@ def main() -> None:
         "push": push.measure,
         "stragglers": stragglers.measure,
         "fetch": fetch.measure,
+        "first": first.measure,
         "pause": pause.measure,
     }
     parser.add_argument(
@@ -198,7 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.sections) - set(sections):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
-    usual = {"step": 16, "push": 20, "stragglers": 2, "fetch": 12, "pause": 5}
+    usual = {"step": 16, "push": 20, "stragglers": 2, "fetch": 12, "first": 3, "pause": 5}
     missed = sum(sections[name](args.turns or usual[name]) for name in args.sections or sections)
     sys.exit(1 if missed else 0)
 

@@ -70,29 +70,6 @@ def test_a_stale_clock_learns_too(servers: str) -> None:
     assert last < first
 
 
-def begun(world: World, strategy: str) -> tuple[int, bool]:
-    """The step for which parameters are fresh before any was fetched for it, and whether all workers have them."""
-    parts = toy_parts(world, TOYS["stack"], strategy)
-    try:
-        for parameter in parts.model.parameters() if world.rank else ():
-            parameter.data.zero_()  # what follows must come from the first worker
-        parts.exchange.start(0, None)
-        largest = [max(float(p.detach().abs().max()) for p in parts.model.parameters())]
-        alike = world.gather_numbers(largest)[:, 0]
-        fresh = parts.exchange._fresh  # type: ignore[attr-defined]
-        losses = [run_step(parts, number).loss for number in range(2)]
-        return fresh, bool(
-            (alike == alike[0]).all() and alike[0] > 0 and all(loss == loss for loss in losses)
-        )
-    finally:
-        parts.exchange.close()
-
-
-def test_first_values_go_along_a_tree_of_hosts(servers: str) -> None:
-    """Without a tier too: the first worker hands them on, one stream to each host, and nobody asks for them again."""
-    assert spawn(begun, 4, f"ps({servers})", hosts=HOSTS) == [(0, True)] * 4
-
-
 def test_equals_one_process_without_a_tier(servers: str) -> None:
     wanted = run_toy(World.alone(), TOYS["odd"], "solo", accumulate=4 * TOYS["odd"].accumulate)
     for found in spawn(run_toy, 4, TOYS["odd"], f"ps(bucket_mb=0.002, {servers})", hosts=HOSTS):

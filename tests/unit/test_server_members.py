@@ -18,7 +18,7 @@ from shoal.server.post import Post, new_id, same_host
 from shoal.server.slabs import Slab
 from shoal.server.view import View
 from shoal.server.wire import Wire
-from shoal.testing.scenario import Tide, check
+from shoal.testing.scenario import SILENCE, Tide, check
 from shoal.testing.shape import Shape
 
 
@@ -97,6 +97,20 @@ def test_servers_that_are_all_silent_for_a_while_lose_nothing() -> None:
     check(tide)
     assert tide.coordinator is not None
     assert not tide.coordinator.view.failed
+
+
+def test_a_server_with_the_only_copy_that_stays_silent_ends_the_job() -> None:
+    """Nobody saw it end; the others live, and speak, and would wait for ever."""
+    tide = Tide(Shape(seed=3, servers=2, workers=2, replicas=1, steps=200, server_kills=0))
+    tide.network.run(1.0)
+    assert tide.coordinator is not None
+    victim = sorted(tide.coordinator.view.addresses)[0]
+    tide.network.stop(victim, 5 * SILENCE)
+    tide.network.run(5 * SILENCE)
+    assert not tide.coordinator.view.failed, "it may come back, and it did"
+    tide.network.stop(victim, 1000.0)
+    tide.network.run(7 * SILENCE)
+    assert "all servers that held" in tide.coordinator.view.failed
 
 
 def test_a_worker_lost_while_there_is_no_coordinator_is_missed_by_the_next() -> None:

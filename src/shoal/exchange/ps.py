@@ -155,13 +155,14 @@ class Ps(ServedState):
             self.first_values()
             return
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
-        code = describe_code(self._compressor)
-        how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts, "code": code}
-        self._served.give(groups, self._description, how, step)
+        how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}
+        how["code"] = describe_code(self._compressor)
+        taken = self._served.give(groups, self._description, how, step)
         self._served.give_state(self.optimizer, self.trained, step)
         self.tables.begin(step)
-        self.link.run(self._work.begin(step, memo))
-        self.hand_on(step)
+        if self.link.run(self._work.begin(step, memo))["oldest"] == step and taken:
+            self._fresh = step
+            self._served.lend(step)
 
     def claim(self, step: int, stop: int) -> int | None:
         if not self._started:
@@ -190,7 +191,7 @@ class Ps(ServedState):
 
     def _freshen(self) -> None:
         turn = self._turn
-        if not turn.together or self._fresh != turn.step:
+        if self._fresh != turn.step:
             self._served.fetch(turn.step if turn.together else 0, later=True)
             self._fresh = turn.step
 
@@ -284,7 +285,7 @@ class Ps(ServedState):
     def _close_step(self) -> None:
         self.tables.leave()
         self._turn.close(self._arrivals.bits)
-        self.saves = self._turn.closed
+        self._fresh, self.saves = self._fresh if self._turn.together else -1, self._turn.closed
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent

@@ -49,14 +49,14 @@ class Served:
 
     def give(
         self, groups: Mapping[str, int], optimizer: Mapping[str, Any], how: Mapping[str, Any], step: int
-    ) -> None:
-        """First values, and the optimizer that will change them."""
+    ) -> bool:
+        """First values, and the optimizer that will change them. False if the servers have some already."""
         requests = []
         for shard in self._shards:
             args = {"pieces": shard.plain_pieces(groups), "optimizer": optimizer, **how}
             values = self._range(shard).cpu()
             requests.append(self._call(shard, "init", args, step, values))
-        self._check(requests)
+        return not any(answer.value["dup"] for answer in self._check(requests))
 
     def give_state(self, optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter], step: int) -> None:
         """Optimizer state of a checkpoint, where there is any."""
@@ -116,6 +116,32 @@ class Served:
         args = {"applied": applied}
         asks = {shard.number: self._ask_values(shard, args) for shard in self.incoming.order}
         self.incoming.expect(asks, args, later and self._may_come_later)
+
+    def borrow(self) -> int:
+        """First values from another worker; the step that they are for, or -1 if there are none to be had."""
+        shards = {shard.number: shard for shard in self._shards}
+
+        def take(number: int, answer: Answer) -> bool:
+            target, found = self._range(shards[number]), answer.tensor
+            if found is None or (found.numel(), found.dtype) != (target.numel(), target.dtype):
+                return False
+            if answer.where is not None and not self._copy(answer.where, target):
+                return False
+            if answer.where is None:
+                put(target, found)
+            self._lend(shards[number], int(answer.value["step"]))
+            return True
+
+        return self._link.borrow({number: shard.nbytes for number, shard in shards.items()}, take)
+
+    def lend(self, step: int) -> None:
+        """Let other workers have the values that a step begins with, if any may come for them."""
+        for shard in self._shards:
+            self._lend(shard, step)
+
+    def _lend(self, shard: Shard, step: int) -> None:
+        if self._link.lends:
+            self._link.lent.add(step, shard.number, self._range(shard), self._link.now())
 
     def squares(self, step: int, parts: Sequence[Any], slices: int) -> list[Any]:
         """Σ g² of each shard, slice by slice of its bucket; or {"norm": ...} of the whole, if the update is made."""

@@ -33,19 +33,10 @@ class ServedState(FlatExchange):
     _gradients: list[torch.Tensor]
 
     def first_values(self) -> None:
-        """The values to begin with: from the servers, or from who has them already."""
-        if self._tier.tree is None or self._tier.tree.rank == 0:
+        """The values to begin with: from another worker that has them, or from the servers."""
+        self._fresh = self._served.borrow()
+        if self._fresh < 0:
             self._served.fetch(0)
-        self.hand_on(-1)
-
-    def hand_on(self, step: int) -> None:
-        """Where workers of several hosts have met, the first one's values go on from it, along a tree of hosts."""
-        tree = self._tier.tree
-        if tree is None:
-            return
-        self._fresh = int(tree.gather_values(step)[0])
-        for handle in [tree.broadcast(vector) for vector in self.vectors]:
-            handle.wait()
 
     def refresh(self) -> None:
         if self._started and self._tier.leads and not self._served.incoming.complete():

@@ -48,15 +48,6 @@ class Tier:
         """Whether this worker talks to the servers."""
         return self.local.rank == 0
 
-    @property
-    def tree(self) -> World | None:
-        """Those who hand first values on to each other; None: everybody asks the servers.
-
-        Workers that our launcher has started have not met: each of them may be replaced.
-        """
-        met = self._world.group is not None and self.local.size == 1
-        return self._world if met and len(set(self._world.hosts)) > 1 else None
-
     def lead(self, action: Callable[[], T]) -> T:
         """What the leader gets from doing something: a plain value, for all of the host. All of them call it."""
         if self.local.size == 1:

@@ -12,6 +12,7 @@ import torch
 from shoal.server.chain import REFUSED, Send
 from shoal.server.machine import Answer
 from shoal.server.message import Kind, Message, Where
+from shoal.server.node import COORDINATOR
 from shoal.server.view import View
 
 RETRY = 0.5
@@ -104,7 +105,12 @@ class Client:
         """An answer, or a new view."""
         self.now = now
         if message.kind == Kind.VIEW:
-            self.change_view(View.from_meta(message.meta), now)
+            view = View.from_meta(message.meta)
+            if view.epoch < self.view.epoch:
+                # From a new coordinator, maybe, that nobody has told of the later one.
+                told = {"role": "witness", "view": self.view.to_meta()}
+                self._send(COORDINATOR, Message(Kind.ALIVE, self.view.epoch, client=self.me, meta=told))
+            self.change_view(view, now)
         elif message.kind == Kind.REPLY:
             self._take_reply(message)
 
@@ -173,6 +179,8 @@ class Client:
         self._send(target, message)
 
     def _take_reply(self, message: Message) -> None:
+        if message.epoch != self.view.epoch:
+            return  # who has an answer must know the view that it holds in; it is asked for again
         request = self._asks.pop((message.shard, message.seq), None)
         if request is None:
             queue = self._calls.get(message.shard)

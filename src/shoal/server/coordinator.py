@@ -5,6 +5,11 @@ hold with every sign of life, so a new coordinator learns all from them. Each co
 larger than the one before; its epochs begin where no earlier one's can reach, so what an earlier one still says is
 ignored everywhere.
 
+An earlier one may have ended when only some had its last view, and those may have acted in it. So what a server says
+counts only once it has promised to take no view of an earlier coordinator any more. When all members of the newest
+view that is known have said what they have, nobody acts in a later one. If one is missing, it may have gone on alone;
+but whoever has an answer of it has its view too, and workers tell of views that this coordinator does not know.
+
 No decision rests on clocks being equal: only the time between two messages, by this process's own clock, makes it
 suspect somebody. A suspicion that was wrong costs a server its part in the job, never an update.
 """
@@ -15,20 +20,25 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from shoal.server.chain import Send
+from shoal.server.chain import OK, Send
 from shoal.server.client import Client, Request
+from shoal.server.lending import source_of
 from shoal.server.members import (
     Server,
     ServiceTerms,
     Worker,
     all_whole,
-    can_do_without,
+    first_view,
     heads_without_state,
+    is_given_up,
+    lighter,
     lost_sentence,
+    seemingly_lost,
+    would_hold,
 )
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
-from shoal.server.view import LEDGER, View, place
+from shoal.server.view import LEDGER, View
 
 SILENCE = 10.0
 """Seconds without a sign of life after which a process counts as gone. A server gives none while it computes; the end
@@ -66,13 +76,17 @@ class Coordinator:
     # What comes in.
 
     def on_message(self, source: int, message: Message, now: float) -> None:
-        """A sign of life, or an answer of the ledger."""
+        """A sign of life, an answer of the ledger, or a worker that looks for first values."""
         if message.kind == Kind.REPLY:
             self._client.on_message(message, now)
+        elif message.kind == Kind.ASK:
+            self._send(source, replace(message, kind=Kind.REPLY, meta=[OK, source_of(source, self.workers)]))
         elif message.kind in (Kind.ALIVE, Kind.READY):
             told = message.meta
             if told["role"] == "server":
                 self._hear_server(source, told, now)
+            elif told["role"] == "witness":
+                self._learn(View.from_meta(told["view"]), now)
             else:
                 self._hear_worker(source, message, told, now)
         elif message.kind == Kind.BYE:
@@ -95,8 +109,7 @@ class Coordinator:
         if self._learning_until is not None and now >= self._learning_until:
             self._learning_until, self._dirty = None, True
         for who, server in list(self.servers.items()):
-            silent = now - server.heard > self._silence
-            if server.gone or (silent and can_do_without(who, self.view, self.servers, now - self._silence)):
+            if server.gone or is_given_up(who, self.view, self.servers, now, self._silence):
                 del self.servers[who]
                 self._dirty = True
         for who, worker in list(self.workers.items()):
@@ -121,8 +134,7 @@ class Coordinator:
     # What it does.
 
     def _release(self, worker: int) -> None:
-        """What a worker was working on goes to others."""
-        if self.view.chains:
+        if self.view.chains:  # what it was working on goes to others
             self._client.call(LEDGER, "lost", {"worker": worker})
 
     def _meet_workers(self, found: Request) -> None:
@@ -133,39 +145,50 @@ class Coordinator:
 
     def _hear_server(self, source: int, told: dict[str, Any], now: float) -> None:
         known = View.from_meta(told["view"])
-        if known.chains and known.epoch > self.view.epoch:
-            if known.epoch > self._base and known.epoch >> GENERATION_BITS != self._base >> GENERATION_BITS:
-                return  # a later coordinator is at work: this one decides nothing any more
-            if known.epoch < self._base:
-                # A view of an earlier coordinator: go on from it, once all its members had the time to report.
-                self.view = known
-                self._learning_until = now + self._silence
+        if max(known.epoch, told["promised"]) >> GENERATION_BITS > self._base >> GENERATION_BITS:
+            return  # a later coordinator is at work: this one decides nothing any more
+        if told["promised"] < self._base:
+            self._send(source, self._confirmation(None))
+            return  # it may have said this long ago, or still take an earlier coordinator's view
+        self._learn(known, now)
         if source not in self.servers:
             self.servers[source] = Server(str(told["address"]), now, int(told["slot"]))
             self._dirty = True
-        if known.epoch == self.view.epoch:
-            self._send(source, Message(Kind.ALIVE, known.epoch))
+        if known.epoch == self.view.epoch and self._learning_until is None:
+            self._send(source, self._confirmation(told["at"]))
         server = self.servers[source]
-        server.heard, server.epoch, server.load = now, known.epoch, dict(told["load"])
-        whole = {int(shard) for shard in told["whole"]}
-        if known.epoch == self.view.epoch:
-            server.whole = whole
+        server.heard, server.epoch, server.load, server.met = now, known.epoch, dict(told["load"]), True
+        if known.epoch == self.view.epoch or self.view.epoch < self._base:
+            server.whole = would_hold(self.view, source, known.epoch, {int(n) for n in told["whole"]})
             heads = {shard for shard, chain in enumerate(self.view.chains) if chain[0] == source}
-            self._dirty = self._dirty or bool(heads - whole)
-        if self._learning_until is not None:
-            server.whole |= whole
-            if self.view.chains and set(self.view.addresses) <= set(self.servers):
-                self._learning_until = now  # all have reported
+            self._dirty = self._dirty or bool(heads - server.whole)
+        met = {s for s, server in self.servers.items() if server.met}
+        if self._learning_until is not None and self.view.chains and met >= set(self.view.addresses):
+            self._learning_until = now  # all have reported
+
+    def _learn(self, known: View, now: float) -> None:
+        """Go on from the newest view of an earlier coordinator, once all its members had the time to report."""
+        if not known.chains or not self.view.epoch < known.epoch < self._base:
+            return
+        self.view, self._learning_until = known, now + self._silence
+        for server in self.servers.values():
+            server.met, server.whole = False, set()  # that was for another view
+        for who, address in known.addresses.items():
+            self.servers.setdefault(who, Server(address, now, known.slots.get(who, -1)))
+
+    def _confirmation(self, at: float | None) -> Message:
+        """To a server: who the coordinator is, and when it said what has been heard of it."""
+        return Message(Kind.ALIVE, self.view.epoch, meta={"base": self._base, "at": at})
 
     def _hear_worker(self, source: int, message: Message, told: dict[str, Any], now: float) -> None:
         self.met.add(source)
         worker = self.workers.setdefault(source, Worker(now, int(told["rank"])))
-        worker.heard, worker.held = now, float(told["held"])
+        worker.heard, worker.held, worker.address = now, float(told["held"]), str(told.get("address", ""))
         if worker.held == 0.0:
             worker.lost = False
         if self.terms is None and told.get("terms") is not None:
             self.terms, self._dirty = ServiceTerms.of(told["terms"]), True
-        stale = message.epoch != self.view.epoch and self.view.epoch
+        stale = message.epoch != self.view.epoch  # who knows of a later view answers with that
         self._send(source, self._as_message() if stale else self._news())
 
     def _decide(self, now: float) -> None:
@@ -219,19 +242,9 @@ class Coordinator:
         if len(self.view.addresses) <= self.view.replicas or not self.whole:
             return
         busy = {server: self.servers[server].load.get("busy", 0.0) for server in self.view.addresses}
-        chains = list(self.view.chains)
-        for shard, chain in enumerate(chains):
-            if len(chain) > self.view.replicas:  # all are whole, the one that came last too
-                most = max(chain[:-1], key=lambda server: busy[server])
-                chains[shard] = tuple(server for server in chain if server != most)
-                self._publish(replace(self.view, chains=tuple(chains)), now)
-                return
-        most, least = max(busy, key=lambda s: busy[s]), min(busy, key=lambda s: busy[s])
-        here = [shard for shard, chain in enumerate(chains) if shard != LEDGER and most in chain]
-        movable = [shard for shard in here if least not in chains[shard]]
-        if busy[most] - busy[least] >= _UNEVEN and len(here) > 1 and movable:
-            chains[movable[0]] = (*chains[movable[0]], least)
-            self._publish(replace(self.view, chains=tuple(chains)), now)
+        view = lighter(self.view, busy, _UNEVEN)
+        if view is not None:
+            self._publish(view, now)
 
     def _news(self) -> Message:
         """For workers: how the servers are."""
@@ -242,37 +255,22 @@ class Coordinator:
 
     def _in_doubt(self, now: float) -> bool:
         """Whether a shard that seems lost may be whole on a server that has had no time to say so."""
-        known = self.servers
-        left = [[s for s in chain if s in known] for chain in self.view.chains]
-        seems = [some for shard, some in enumerate(left) if not any(shard in known[s].whole for s in some)]
+        seems = seemingly_lost(self.view, self.servers)
         if not seems or not all(seems):
             self._doubt = None
             return False
         self._doubt = now if self._doubt is None else self._doubt
-        self._dirty = now - self._doubt < 10 * BEAT
+        expected = any(not server.met for some in seems for server in some)  # until it is given up
+        self._dirty = expected or now - self._doubt < 10 * BEAT
         return self._dirty
 
     def _begin(self, now: float) -> None:
         terms = self.terms
         if terms is None or len(self.servers) < terms.servers:
             return
-        chosen = sorted(self.servers, key=lambda server: (self.servers[server].slot, server))[: terms.servers]
-        slots = {server: number for number, server in enumerate(chosen)}
-        by_slot = {number: server for server, number in slots.items()}
-        chains = place(terms.sizes, sorted(by_slot), terms.replicas, terms.kinds)
-        self._publish(
-            View(
-                chains=tuple(tuple(by_slot[slot] for slot in chain) for chain in chains),
-                addresses={server: self.servers[server].address for server in chosen},
-                kinds=terms.kinds,
-                replicas=terms.replicas,
-                places=terms.servers,
-                slots=slots,
-            ),
-            now,
-        )
-        for server in chosen:
-            self.servers[server].whole = {s for s, chain in enumerate(self.view.chains) if server in chain}
+        self._publish(first_view(terms, self.servers), now)
+        for who in self.view.addresses:
+            self.servers[who].whole = {s for s, chain in enumerate(self.view.chains) if who in chain}
 
     def _publish(self, view: View, now: float) -> None:
         epoch = max(self.view.epoch, self._base) + 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shoal.errors import ServersLost
-from shoal.server.client import Client, Request
+from shoal.server.client import SLOWEST, Client, Request
 from shoal.server.keys import JobKeys
+from shoal.server.lending import Lent, own_address
+from shoal.server.machine import Answer
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
 from shoal.server.post import Post, same_host
+from shoal.server.view import LEDGER, View
 from shoal.server.wire import Wire
 from shoal.server.work import Conversation
 
@@ -23,20 +26,40 @@ START_SECONDS = 60.0
 """How long the servers may take to be there."""
 STALL_SECONDS = 30.0
 """How long nothing may be heard from any server before a worker gives up."""
+LENDER_SECONDS = 5.0
+"""How long a worker that lends its values may take to answer, beside the time on a slow wire."""
+BORROW_SECONDS = 20.0
+"""How long one may say that it has none yet."""
+_AT_ONCE = 4
+"""Shards that are asked of it at a time."""
 
 
 class Link:
     """One worker's line to coordinator and servers. `client` is used under `lock` only."""
 
     def __init__(
-        self, me: int, coordinator: str, keys: JobKeys | None, rank: int, terms: Sequence[Any]
+        self,
+        me: int,
+        coordinator: str,
+        keys: JobKeys | None,
+        rank: int,
+        terms: Sequence[Any],
     ) -> None:
         self.me = me
         self.rank, self._terms = rank, list(terms)
         self._out: deque[tuple[int, Message]] = deque()
         self.lock = threading.Condition()
         self.client = Client(self.me, self._queue, near=lambda server: same_host(me, server))
-        self._post = Post(Wire(self.me, keys, listen=None))
+        self._peers = Client(self.me, self._queue, near=lambda worker: same_host(me, worker))
+        """Asks the coordinator in the place of a ledger, and one worker in that of all servers."""
+        self._peers.change_view(View(1, ((COORDINATOR,),)), time.monotonic())
+        self._lender = COORDINATOR
+        self.lent = Lent()
+        self._errands: deque[Callable[[], None]] = deque()
+        """For the thread that talks: it alone uses the wire."""
+        # Where servers are on other hosts, workers may be too, and come here for first values.
+        self._post = Post(Wire(self.me, keys, own_address(coordinator)))
+        self._address = self._post.wire.address
         self._post.know(COORDINATOR, coordinator)
         self._ended, self._problem = False, ""
         self._heard = self._began = time.monotonic()
@@ -71,6 +94,66 @@ class Link:
         """Send something off without waiting for it."""
         with self.lock:
             return make(self.client)
+
+    @property
+    def lends(self) -> bool:
+        """Whether other workers may come for first values."""
+        return bool(self._address) and not self.lent.over
+
+    def borrow(self, shards: Mapping[int, int], take: Callable[[int, Answer], bool]) -> int:
+        """First values from another worker, by the tree of lending.py: the step that they are for; -1: not to be had.
+
+        `shards`: the bytes of each. `take` gets the answer for each, and says whether it can be used.
+        """
+        found = None
+        if self._address:
+            asked = self.request(lambda _: self._peers.ask(LEDGER, "source"))
+            found = asked.answer.value if self._answered([asked], 0) and asked.answer else None
+        if found is None or not found[2]:
+            self.lent.end()  # nobody will ask for them here
+        step = -1 if found is None else self._borrow_from(int(found[0]), str(found[1]), shards, take)
+        if step < 0:
+            self.lent.end()
+        return step
+
+    def _borrow_from(
+        self, lender: int, address: str, shards: Mapping[int, int], take: Callable[[int, Answer], bool]
+    ) -> int:
+        with self.lock:
+            self._lender = lender
+            self._errands.append(lambda: self._post.wire.connect(lender, address))
+            chains = ((COORDINATOR,), *[(lender,)] * max(shards))
+            self._peers.change_view(View(2, chains), time.monotonic())
+        left, steps, moved = list(shards), set[int](), self.now()
+        while left and self.now() - moved < BORROW_SECONDS:
+            asked = left[:_AT_ONCE]
+            with self.lock:
+                requests = [self._peers.ask(n, "values", expects=shards[n]) for n in asked]
+            if not self._answered(requests, sum(shards[n] for n in asked)):
+                break
+            for n, answer in [(n, r.answer) for n, r in zip(asked, requests, strict=True) if r.answer]:
+                if answer.value.get("wait"):
+                    continue
+                steps.add(int(answer.value.get("step", -1)))
+                if -1 in steps or not take(n, answer):
+                    return -1
+                left.remove(n)
+                moved = self.now()
+            if left[:1] == asked[:1]:
+                time.sleep(0.02)  # it has none yet itself
+        self._errands.append(lambda: self._post.wire.disconnect(lender))
+        return steps.pop() if len(steps) == 1 and not left else -1
+
+    def _answered(self, requests: Sequence[Request], nbytes: int) -> bool:
+        """Whether all of these are answered in time; `nbytes` are on their way then."""
+        end = time.monotonic() + LENDER_SECONDS + nbytes / SLOWEST
+        with self.lock:
+            while not all(request.done for request in requests):
+                left = end - time.monotonic()
+                if left <= 0 or self._problem:
+                    return False
+                self.lock.wait(left)
+        return True
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Until all of these are answered."""
@@ -117,11 +200,13 @@ class Link:
                 arrived = self._post.receive(BEAT)
                 now = time.monotonic()
                 with self.lock:
-                    for _, message in arrived:
-                        self._take(message, now)
+                    for source, message in arrived:
+                        self._take(source, message, now)
                     if now - beat >= BEAT:
                         beat = now
                         self.client.on_time(now)
+                        self._peers.on_time(now)
+                        self.lent.on_time(now)
                         self._out.append((COORDINATOR, self._sign(now)))
                     if arrived:
                         self._heard = now
@@ -136,9 +221,16 @@ class Link:
                 self.lock.notify_all()
             raise
 
-    def _take(self, message: Message, now: float) -> None:
+    def _take(self, source: int, message: Message, now: float) -> None:
+        of_peer = source in (COORDINATOR, self._lender)
+        if message.kind == Kind.ASK:
+            self._out.append((source, self.lent.answer(message, now)))
+            return
         if message.kind == Kind.UNSEEN:
-            self.client.send_again(message.shard, message.seq)
+            (self._peers if of_peer else self.client).send_again(message.shard, message.seq)
+            return
+        if message.kind == Kind.REPLY and of_peer:
+            self._peers.on_message(message, now)
             return
         if message.kind == Kind.ALIVE:
             self.news = {**message.meta, "epoch": message.epoch}
@@ -148,10 +240,13 @@ class Link:
             self._problem = self.client.view.failed
 
     def _send_all(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
         while self._out:
             self._post.send(*self._out.popleft())
 
     def _sign(self, now: float) -> Message:
         held = 0.0 if self.held_since is None else now - self.held_since
         told = {"role": "worker", "rank": self.rank, "held": held, "terms": self._terms}
+        told["address"] = self._address
         return Message(Kind.ALIVE, self.client.view.epoch, client=self.me, meta=told)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.server.view import LEDGER, View
+from shoal.server.view import LEDGER, View, place
+
+_HOPELESS = 6
 
 
 @dataclass
@@ -21,6 +23,8 @@ class Server:
     gone: bool = False
     """Whether somebody has seen it end."""
     load: dict[str, float] = field(default_factory=dict)
+    met: bool = False
+    """Whether it has reported in the view that the coordinator goes by, or in an earlier one that it has kept to."""
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Worker:
     held: float = 0.0
     """How long it has been working on one part, in seconds."""
     lost: bool = False
+    address: str = ""
+    """Where other workers can reach it; empty: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,20 @@ class ServiceTerms:
         return ServiceTerms(tuple(sizes), tuple(kinds), int(servers), int(replicas), float(patience))
 
 
+def first_view(terms: ServiceTerms, known: Mapping[int, Server]) -> View:
+    """The shards placed on as many servers as the job asks for."""
+    chosen = sorted(known, key=lambda server: (known[server].slot, server))[: terms.servers]
+    chains = place(terms.sizes, range(len(chosen)), terms.replicas, terms.kinds)
+    return View(
+        chains=tuple(tuple(chosen[slot] for slot in chain) for chain in chains),
+        addresses={server: known[server].address for server in chosen},
+        kinds=terms.kinds,
+        replicas=terms.replicas,
+        places=terms.servers,
+        slots={server: slot for slot, server in enumerate(chosen)},
+    )
+
+
 def all_whole(view: View, known: Mapping[int, Server]) -> bool:
     """Whether every shard is whole on as many servers as it should be, by what they said in this view."""
     return bool(view.chains) and all(
@@ -62,14 +82,56 @@ def all_whole(view: View, known: Mapping[int, Server]) -> bool:
     )
 
 
-def can_do_without(who: int, view: View, known: Mapping[int, Server], since: float) -> bool:
-    """Whether all that a silent server holds is whole on others that were heard `since`: silence may lose nothing."""
-    others = {s: server for s, server in known.items() if s != who and server.heard >= since}
+def is_given_up(who: int, view: View, known: Mapping[int, Server], now: float, silence: float) -> bool:
+    """Whether a server has been silent for too long: for `silence`, if all that it holds is whole on others that were
+    heard in that time, for that may lose nothing; and six times as long if not, for then the job cannot go on."""
+    quiet = now - known[who].heard
+    others = {
+        s: server
+        for s, server in known.items()
+        if s != who and not server.gone and now - server.heard <= silence
+    }
+    return quiet > _HOPELESS * silence or (quiet > silence and _can_do_without(who, view, others))
+
+
+def _can_do_without(who: int, view: View, others: Mapping[int, Server]) -> bool:
     return all(
         any(s in others and shard in others[s].whole for s in chain)
         for shard, chain in enumerate(view.chains)
         if who in chain
     )
+
+
+def would_hold(view: View, who: int, epoch: int, whole: set[int]) -> set[int]:
+    """The shards of a view that a server has whole, or will have when it takes the view, by what it has in its own."""
+    since = view.since.get(who)
+    mine = {shard for shard, chain in enumerate(view.chains) if who in chain}
+    if epoch == 0:
+        return mine if since is not None and since == view.born else set()
+    return whole & mine if since is not None and since <= epoch else set()
+
+
+def seemingly_lost(view: View, known: Mapping[int, Server]) -> list[list[Server]]:
+    """For each shard that nobody is known to have whole: the servers of its chain that may be there."""
+    left = [[known[s] for s in chain if s in known] for chain in view.chains]
+    return [some for shard, some in enumerate(left) if not any(shard in server.whole for server in some)]
+
+
+def lighter(view: View, busy: Mapping[int, float], uneven: float) -> View | None:
+    """A step towards servers that are equally busy: one copy more of a shard, or one less; None if nothing helps."""
+    chains = list(view.chains)
+    for shard, chain in enumerate(chains):
+        if len(chain) > view.replicas:  # all are whole, the one that came last too
+            most = max(chain[:-1], key=lambda server: busy[server])
+            chains[shard] = tuple(server for server in chain if server != most)
+            return replace(view, chains=tuple(chains))
+    most, least = max(busy, key=lambda s: busy[s]), min(busy, key=lambda s: busy[s])
+    here = [shard for shard, chain in enumerate(chains) if shard != LEDGER and most in chain]
+    movable = [shard for shard in here if least not in chains[shard]]
+    if busy[most] - busy[least] < uneven or len(here) < 2 or not movable:
+        return None
+    chains[movable[0]] = (*chains[movable[0]], least)
+    return replace(view, chains=tuple(chains))
 
 
 def heads_without_state(view: View, known: Mapping[int, Server]) -> list[int]:

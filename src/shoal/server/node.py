@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from shoal.server.chain import Chain, Send
 from shoal.server.machine import Machine
@@ -20,8 +21,9 @@ _EARLY = 256
 """Messages of a view that has not come yet are kept: so many, the newest."""
 
 LEASE = 5.0
-"""Seconds after its last word from the coordinator for which a server answers questions. A coordinator that hears
-nothing of it goes on without it, but not before twice that time: so nobody reads what the others have left behind."""
+"""Seconds for which a server answers questions after the coordinator has confirmed a sign of life that is no older than
+that. A coordinator that hears nothing of it goes on without it, but not before twice that time: so nobody reads what
+the others have left behind."""
 
 MakeMachine = Callable[[str], Machine]
 
@@ -43,6 +45,8 @@ class Node:
     ) -> None:
         self.me, self.address, self.slot = me, address, slot
         self._lease, self._heard = lease, -1e9
+        self._promised = 0
+        """Below the epochs of the newest coordinator that this server has reported to: no earlier one's views count."""
         self._make, self._send = make_machine, send
         self.view = View()
         self.chains: dict[int, Chain] = {}
@@ -53,10 +57,9 @@ class Node:
 
     def on_message(self, source: int, message: Message, now: float) -> None:
         """Whatever comes in, from whomever."""
-        if source == COORDINATOR:
-            self._heard = now
-            if message.kind == Kind.ALIVE:
-                return
+        if source == COORDINATOR and message.kind == Kind.ALIVE:
+            self._hear_coordinator(message.meta, now)
+            return
         if message.kind == Kind.ASK and now - self._heard > self._lease:
             return  # it will be asked again, here or elsewhere
         if message.kind == Kind.VIEW:
@@ -97,6 +100,14 @@ class Node:
         """The shards whose state is here."""
         return [shard for shard, chain in self.chains.items() if chain.whole]
 
+    def _hear_coordinator(self, told: dict[str, Any], now: float) -> None:
+        at = told["at"]
+        if at is not None and now - at <= self._lease:  # else it has waited here, or on the way
+            self._heard = now
+        if told["base"] > self._promised:
+            self._promised = told["base"]
+            self._say(Kind.ALIVE, now)
+
     def _say(self, kind: Kind, now: float) -> None:
         """All that a new coordinator would have to know, every time: it may be another than the last one."""
         self._beat = now
@@ -106,13 +117,15 @@ class Node:
             "address": self.address,
             "whole": self.whole(),
             "view": self.view.to_meta(),
+            "promised": self._promised,
+            "at": now,
             "load": self.load(),
         }
         self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=told))
 
     def _take_view(self, view: View, now: float) -> None:
         before = self.view.epoch
-        if view.epoch <= before:
+        if view.epoch <= max(before, self._promised):
             return
         since = view.since.get(self.me)
         if since is None or since > before > 0:

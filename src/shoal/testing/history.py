@@ -36,8 +36,14 @@ class History:
     writes: list[Write] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
     """(step, oldest step that was not over) of every claim."""
+    updates: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """(step, the parts named) of every update that was asked for."""
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    """(step, part) of every gradient that was sent: whose worker seemed lost is there twice."""
     finished: int = 0
     kills: int = 0
+    cuts: int = 0
+    """Coordinators that have ended between two messages of one view."""
     longest: float = 0.0
     """The longest time between two answers that any worker saw."""
 

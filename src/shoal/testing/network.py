@@ -17,6 +17,8 @@ from shoal.server.message import Message
 
 TICK = 0.05
 """Seconds between two calls of `on_time`."""
+LATEST = 1.0
+"""Seconds that the latest messages take."""
 
 
 class Handler(Protocol):
@@ -34,6 +36,8 @@ class Weather:
     doubled: float = 0.0
     slowest: float = 0.003
     """Seconds; each message takes a time of its own up to this."""
+    late: float = 0.0
+    """So many take up to a second: what a process has sent may arrive when its successor is at work."""
 
 
 class Network:
@@ -62,6 +66,7 @@ class Network:
         """Id -> which life of it, and its handler."""
         self._lives = 0
         self._stopped: dict[int, float] = {}
+        self._parted: dict[tuple[int, int], float] = {}
         self.messages = 0
 
     def start(self, who: int, make: Callable[[Callable[[int, Message], None]], Any]) -> Any:
@@ -87,6 +92,10 @@ class Network:
         """Let a process do nothing for a while, as SIGSTOP would; what is sent to it waits."""
         self._stopped[who] = self.now + seconds
 
+    def part(self, one: int, other: int, seconds: float) -> None:
+        """Let nothing get from one to the other, nor back, for a while."""
+        self._parted[one, other] = self._parted[other, one] = self.now + seconds
+
     def alive(self, who: int) -> bool:
         """Whether a process runs, or is only stopped."""
         return who in self._processes
@@ -99,6 +108,21 @@ class Network:
         """Do something later."""
         self._number += 1
         heapq.heappush(self._events, (self.now + seconds, self._number, action))
+
+    def work(self, who: int, seconds: float, action: Callable[[], None]) -> None:
+        """Have a process do something later: not while it is stopped, and never if it has ended by then."""
+        life = self._processes.get(who, (0, None))[0]
+
+        def act() -> None:
+            until = self._stopped.get(who, 0.0)
+            if self._processes.get(who, (0, None))[0] != life:
+                return
+            if until > self.now:
+                self.after(until - self.now, act)
+            else:
+                action()
+
+        self.after(seconds, act)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Let time pass, until something holds."""
@@ -123,12 +147,13 @@ class Network:
         draw, weather = self.random, self.weather
         self.messages += 1
         copies = 1
-        if draw.random() < weather.lost:
+        if draw.random() < weather.lost or self._parted.get((source, target), 0.0) > self.now:
             copies = 0
         elif draw.random() < weather.doubled:
             copies = 2
         for _ in range(copies):
-            self.after(draw.uniform(0.0002, weather.slowest), lambda: self._deliver(source, target, message))
+            slowest = LATEST if weather.late and draw.random() < weather.late else weather.slowest
+            self.after(draw.uniform(0.0002, slowest), lambda: self._deliver(source, target, message))
 
     def _deliver(self, source: int, target: int, message: Message) -> None:
         current = self._processes.get(target)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
+from shoal.server.steps import WorkTerms
 from shoal.testing.network import Weather
 
 
@@ -20,32 +22,65 @@ class Shape:
     steps: int = 4
     window: int = 0
     """0: parts together (bsp); above: so many steps ahead; -1: no bound."""
+    then: int | None = None
+    """The window from step `after` on, if it is another."""
+    after: int = 0
+    backup: int = 0
+    """Where parts are together: so many of a step are not waited for."""
+    patience: float = 60.0
+    """Seconds that a worker may hold a part."""
     server_kills: int = 1
     server_stops: int = 0
+    server_parts: int = 0
+    """Times that a head cannot reach the next server of its chain; often it ends before it can again."""
     coordinator_kills: int = 0
+    view_kills: int = 0
+    """Coordinators that end between two messages of one new view; at times a server ends with them."""
     worker_kills: int = 0
+    worker_stops: int = 0
+    worker_hangs: int = 0
+    """Workers that compute for longer than the patience and give signs of life all the while."""
     weather: Weather = field(default_factory=Weather)
 
     @property
-    def together(self) -> bool:
-        return self.window == 0
+    def terms(self) -> WorkTerms:
+        """What the workers agree on."""
+        windows = [[0, self.window, int(self.window == 0)]]
+        if self.then is not None:
+            windows.append([self.after, self.then, int(self.then == 0)])
+        return WorkTerms(self.workers, windows, self.backup)
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether servers keep parts apart until they are told which of them count."""
+        return self.backup > 0 or any(not together for _, _, together in self.terms.windows)
 
 
 def shape_of(seed: int, server_kills: int = 1) -> Shape:
     """A job drawn by its seed: every clock, good and bad networks, all kinds of faults."""
     draw = random.Random(seed * 7919 + 1)
-    bad = draw.random() < 0.5
+    workers, steps = draw.choice([2, 3]), draw.choice([3, 5])
+    clock: dict[str, Any] = {"window": draw.choice([0, 0, 1, 2, -1])}
+    if draw.random() < 0.3:
+        clock |= {"then": draw.choice([0, 1, 2, -1]), "after": draw.randrange(1, steps)}
+    if 0 in (clock["window"], clock.get("then")) and draw.random() < 0.4:
+        clock["backup"] = draw.randrange(1, workers)
+    hangs = draw.choice([0, 0, 0, 1])
     return Shape(
         seed=seed,
         servers=draw.choice([2, 3]),
-        replicas=2,
-        workers=draw.choice([2, 3]),
+        workers=workers,
         shards=draw.choice([1, 2]),
-        steps=draw.choice([3, 5]),
-        window=draw.choice([0, 1, 2, -1]),
+        steps=steps,
+        **clock,
+        patience=0.8 if hangs else 60.0,
         server_kills=server_kills,
         server_stops=draw.choice([0, 0, 0, 1]),
-        coordinator_kills=draw.choice([0, 0, 1]),
+        server_parts=draw.choice([0, 0, 1]),
+        coordinator_kills=draw.choice([0, 0, 0, 1]),
+        view_kills=draw.choice([0, 0, 1, 2]),
         worker_kills=draw.choice([0, 0, 1]),
-        weather=Weather(0.03, 0.03, 0.02) if bad else Weather(),
+        worker_stops=draw.choice([0, 0, 0, 1]),
+        worker_hangs=hangs,
+        weather=draw.choice([Weather(), Weather(0.03, 0.03, 0.02), Weather(0.03, 0.03, 0.02, 0.02)]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,9 @@ class SimulatedWorker:
         self.client = Client(me, send)
         self.work = Work(self.client, rank, range(1, shape.shards + 1))
         self.finished = False
+        self.hang = 0.0
+        """Seconds that its next part takes longer."""
+        self._held_since: float | None = None
         self._beat = -1.0
         self._heard = tide.network.now
         converse(tide.network, self._live(), self._end)
@@ -49,10 +53,11 @@ class SimulatedWorker:
         self.client.on_time(now)
         shape = self.tide.shape
         kinds = ["ledger", *["dense"] * shape.shards]
-        terms = [[1] * (shape.shards + 1), kinds, shape.servers, shape.replicas, 60.0]
+        terms = [[1] * (shape.shards + 1), kinds, shape.servers, shape.replicas, shape.patience]
         if now - self._beat >= 0.1 and not self.finished:
             self._beat = now
-            told = {"role": "worker", "rank": self.rank, "held": 0.0, "terms": terms}
+            held = 0.0 if self._held_since is None else now - self._held_since
+            told = {"role": "worker", "rank": self.rank, "held": held, "terms": terms}
             self._send(COORDINATOR, Message(Kind.ALIVE, self.client.view.epoch, client=self.me, meta=told))
 
     def _end(self, _: Any) -> None:
@@ -71,41 +76,50 @@ class SimulatedWorker:
                     "pieces": pieces,
                     "optimizer": description,
                     "aggregate": "weighted",
-                    "hold": not shape.together,
+                    "hold": shape.holds_parts,
                 }
                 values = torch.zeros(shape.steps * shape.workers, dtype=torch.float64)
                 requests = [self.client.call(shard, "init", init, tensor=values) for shard in work.shards]
                 yield requests
                 yield from work.begin(0, None)
             yield from work.wait_ready()
-        windows = [[0, shape.window, int(shape.together)]]
-        yield from work.agree({"parts": shape.workers, "windows": windows, "backup": 0})
+        yield from work.agree(asdict(shape.terms))
         while (claim := (yield from work.claim(shape.steps))) is not None:
+            self._held_since = self.tide.network.now
             self.tide.history.claims.append((claim.step, claim.floor))
             yield from self._step(claim)
+            self._held_since = None
 
     def _step(self, claim: Claim) -> Generator[Sequence[Request], None, None]:
-        shape, work, step = self.tide.shape, self.work, claim.step
+        work, step = self.work, claim.step
+        together = self.tide.shape.terms.at(step)[1]
         yield from self._read(step)
-        part = claim.part
+        part, found = claim.part, dict[str, Any]()
+        if part < 0:
+            found = yield from self._tally(step)
+            part = found.get("part", -1)
         while part >= 0:
             yield from self._compute()
+            self.tide.history.computed.append((step, part))
             for shard in work.shards:
                 work.stage(shard, (step, part), 0, self._gradient(step, part))
-            if not shape.together:
+            if not together:
                 yield from self._apply(step, [part])
                 yield from work.done((step, part), 1.0, 1.0, "1")
                 return
             yield from work.done((step, part), 1.0, 1.0, "1")
-            found = yield from work.tally(step)
+            found = yield from self._tally(step)
             part = found.get("part", -1)
-        if claim.part < 0:
-            found = yield from work.tally(step)
-            if "part" in found:
-                raise AssertionError("a part was free, and the claim said that none was")
         if "over" not in found:
             yield from self._apply(step, [part for part, _ in found["parts"]])
             work.applied(step)
+
+    def _tally(self, step: int) -> Generator[Sequence[Request], None, dict[str, Any]]:
+        """What a step came to, or a part of it that has become free."""
+        self._held_since = None  # to wait is not to hold anything up
+        found = yield from self.work.tally(step)
+        self._held_since = self.tide.network.now if "part" in found else None
+        return found
 
     def _apply(self, step: int, parts: Sequence[int]) -> Generator[Sequence[Request], None, None]:
         shape, history, network = self.tide.shape, self.tide.history, self.tide.network
@@ -126,6 +140,7 @@ class SimulatedWorker:
                 started.append(Write(shard, network.now, float("inf"), step * shape.workers + part))
             requests.append(self.client.call(shard, "apply", args, step))
         history.writes.extend(started)
+        history.updates.append((step, tuple(parts)))
         yield requests
         for write in started:
             write.answered = network.now
@@ -133,7 +148,7 @@ class SimulatedWorker:
     def _read(self, step: int) -> Generator[Sequence[Request], None, None]:
         network = self.tide.network
         asked = network.now
-        applied = step if self.tide.shape.together else 0
+        applied = step if self.tide.shape.terms.at(step)[1] else 0
         requests = [self.client.ask(shard, "values", {"applied": applied}) for shard in self.work.shards]
         for request in requests:
             yield (request,)
@@ -153,8 +168,10 @@ class SimulatedWorker:
             if done.then is not None:
                 done.then(done)
 
-        slow = 8 if self.rank == 1 and self.tide.network.random.random() < 0.3 else 1
-        self.tide.network.after(self.tide.network.random.uniform(0.01, 0.05) * slow, finish)
+        draw = self.tide.network.random
+        slow = 8 if self.rank == 1 and draw.random() < 0.3 else 1
+        hang, self.hang = self.hang, 0.0
+        self.tide.network.work(self.me, draw.uniform(0.01, 0.05) * slow + hang, finish)
         yield (done,)
 
     def _gradient(self, step: int, part: int) -> torch.Tensor:

@@ -1,0 +1,109 @@
+"""First values, which workers hand on to each other: servers and slow wires need not carry them to everybody.
+
+Whoever gave the shards their values is the root of a tree. The first worker of each host gets them from another host's,
+and serves two hosts more, shard by shard as they come; the others of a host read its memory. Nobody depends on it: who
+is not answered, or comes when nothing is lent any more, asks the servers.
+
+    worker -> coordinator  ASK source    worker -> worker  ASK values    worker <- worker  REPLY: numbers, wait, or gone
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from shoal.server.chain import OK
+from shoal.server.members import Worker
+from shoal.server.message import Kind, Message
+from shoal.server.post import same_host
+from shoal.server.values import Values
+from shoal.world.memory import put
+
+KEPT_SECONDS = 5.0
+"""How long after the last question values are kept for others."""
+_CHILDREN = 2
+_HOST = re.compile(r"tcp://\[?([^\]]+?)\]?:([0-9]+)")
+
+
+def source_of(who: int, workers: Mapping[int, Worker]) -> tuple[int, str, bool] | None:
+    """From whom a worker gets its first values, where that one listens, and whether others may get them from it.
+
+    None: from nobody. Sources have lower ranks than those they serve, so nobody waits in a circle, whoever is missing.
+
+    >>> one, two, three = (Worker(0.0, rank, address=f"tcp://10.0.0.{rank}:1") for rank in range(3))
+    >>> far = 2**50  # another host
+    >>> source_of(far + 7, {2**16: one, 2**16 + 1: two, far + 7: three})
+    (65536, 'tcp://10.0.0.0:1', True)
+    >>> source_of(2**16 + 1, {2**16: one, 2**16 + 1: two, far + 7: three})
+    (65536, 'tcp://10.0.0.0:1', False)
+    """
+    reached = sorted((worker.rank, me) for me, worker in workers.items() if worker.address or me == who)
+    first: list[int] = []
+    for _, me in reached:
+        if not any(same_host(me, other) for other in first):
+            first.append(me)
+    if who in first:
+        place = first.index(who)
+        source = first[(place - 1) // _CHILDREN] if place else None
+    else:
+        source = next((other for other in first if same_host(who, other)), None)
+    return None if source is None else (source, workers[source].address, who in first)
+
+
+def own_address(coordinator: str) -> str | None:
+    """Where other hosts reach this one, on the way to the coordinator; None if that way does not leave this host."""
+    found = _HOST.fullmatch(coordinator)
+    if found is None:
+        return None
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(found[1], found[2], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as line:
+            line.connect(there)  # sends nothing
+            mine = ipaddress.ip_address(line.getsockname()[0].partition("%")[0])
+    except (OSError, ValueError):
+        return None
+    if mine.is_loopback:
+        return None
+    return f"tcp://[{mine}]:*" if mine.version == 6 else f"tcp://{mine}:*"
+
+
+class Lent:
+    """What one worker has for others: nothing yet, values for a while, and then nothing any more."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Values] = {}
+        self._step, self.over = -1, False
+        self._asked = 0.0
+
+    def add(self, step: int, shard: int, values: torch.Tensor, now: float) -> None:
+        """Keep a copy of values of a shard that `step` begins with."""
+        kept = Values(values.numel(), values.dtype)
+        put(kept.tensor, values)
+        self._step, self._asked = step, now
+        self._values[shard] = kept  # at last: another thread looks at it
+
+    def end(self) -> None:
+        """There is nothing to be had here, now or later."""
+        self.over = True
+        values, self._values = self._values, {}
+        for kept in values.values():
+            kept.close()
+
+    def on_time(self, now: float) -> None:
+        """Called often."""
+        if self._values and now - self._asked > KEPT_SECONDS:
+            self.end()
+
+    def answer(self, question: Message, now: float) -> Message:
+        """What a worker that asks for a shard's values gets."""
+        self._asked = now
+        reply = Message(Kind.REPLY, question.epoch, question.shard, question.client, question.seq)
+        kept = self._values.get(question.shard)
+        if kept is None:
+            return replace(reply, meta=[OK, {"wait": not self.over}])
+        return replace(reply, meta=[OK, {"step": self._step}], tensor=kept.tensor, where=kept.where)
