@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exchange import SIZES, Case, Transformer, adamw, make_parts
+from exchange import SIZES, Case, Transformer, adamw, count_missed, make_parts
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -231,7 +231,7 @@ def main() -> None:
             held = times.pop("bytes a worker")[0]
             print(f"\n{size} parameters, {args.workers} workers, {held / 1e6:.0f} MB each")
             medians = show(times)
-            missed += judge(
+            missed += count_missed(
                 [
                     ("blocking / copy", medians["ours, blocking"] / medians["copy"], 1.2),
                     ("blocking / dcp", medians["ours, blocking"] / medians["dcp, blocking"], 0.5),
@@ -244,7 +244,7 @@ def main() -> None:
         print(f"\nverify: {speed:.1f} GB/s on one core")
         medians = show(spawn(training, args.workers, root, args.rounds, timeout=1800)[0])
         medians |= show(spawn(from_memory, 2, root, 3, hosts=["left", "right"], timeout=300)[0])
-    missed += judge(
+    missed += count_missed(
         [
             (
                 "a checkpoint every ten steps",
@@ -265,14 +265,6 @@ def show(times: Times) -> dict[str, float]:
         low, _, high = statistics.quantiles(times[name], n=4)
         print(f"{name:<36} {median * 1e3:9.1f} ms   {low * 1e3:.1f}..{high * 1e3:.1f}")
     return medians
-
-
-def judge(lines: list[tuple[str, float, float]]) -> int:
-    """Print each figure beside its goal; how many are missed."""
-    for name, found, most in lines:
-        print(f"  {'ok  ' if found <= most else 'MISS'} {name} = {found:.3f} (goal {most})")
-    sys.stdout.flush()
-    return sum(found > most for _, found, most in lines)
 
 
 if __name__ == "__main__":

@@ -234,14 +234,18 @@ def report(case: Case, workers: int, times: dict[str, list[float]]) -> int:
 
 def judge(medians: dict[str, float], goals: list[tuple[str, str, float]]) -> int:
     """Print each ratio beside its goal; how many are missed."""
-    missed = 0
-    for mine, theirs, most in goals:
-        if mine in medians and theirs in medians:
-            ratio = medians[mine] / medians[theirs]
-            missed += ratio > most
-            print(f"  {'ok  ' if ratio <= most else 'MISS'} {mine} / {theirs} = {ratio:.3f} (goal {most})")
+    here = [goal for goal in goals if goal[0] in medians and goal[1] in medians]
+    return count_missed(
+        [(f"{one} / {other}", medians[one] / medians[other], most) for one, other, most in here]
+    )
+
+
+def count_missed(lines: list[tuple[str, float, float]]) -> int:
+    """Print each figure beside its goal; how many are missed."""
+    for name, found, most in lines:
+        print(f"  {'ok  ' if found <= most else 'MISS'} {name} = {found:.3f} (goal {most})")
     sys.stdout.flush()
-    return missed
+    return sum(found > most for _, found, most in lines)
 
 
 def main() -> None:

@@ -92,6 +92,11 @@ def parse_value(text: str) -> Value:
     return text
 
 
+def options_of(kind: Any) -> list[dataclasses.Field[Any]]:
+    """The options of a choice in the order a call gives them: those that have a name only behind all others."""
+    return sorted(dataclasses.fields(kind), key=lambda f: f.kw_only is True)
+
+
 def fill_options(call: Call, into: type[D]) -> D:
     """Make the options dataclass of a choice from its call; wrong names and types get a sentence.
 
@@ -102,8 +107,7 @@ def fill_options(call: Call, into: type[D]) -> D:
     >>> fill_options(Call("decay", args=(1,), options=(("warmup", 5),)), Options)
     Options(rate=1.0, warmup=5)
     """
-    assert dataclasses.is_dataclass(into)
-    fields = [f for f in dataclasses.fields(into) if f.init]
+    fields = [f for f in options_of(into) if f.init]
     names = [f.name for f in fields]
     hints = get_type_hints(into)
     if len(call.args) > len(fields):

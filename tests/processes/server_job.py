@@ -1,4 +1,7 @@
-"""A training script for tests that kill what serves it: rank 0 writes down every loss, and how the servers are."""
+"""A training script for tests that kill what serves it: every rank writes down its losses, and how the servers are.
+
+Arguments: a folder, how many steps, seconds to sleep in each, and "rows" for a model most of which is rows on servers.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,30 @@ import shoal
 from shoal.exchange.ps import Ps
 
 folder, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-points = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
-data = torch.utils.data.TensorDataset(points, (points.sum(1) > 0).long())
+sparse = sys.argv[4:] == ["rows"]
+generator = torch.Generator().manual_seed(0)
+points = torch.randn(4096, 8, generator=generator)
+ids = (torch.rand(4096, 4, generator=generator) ** 2 * 2000).long()
+targets = points.sum(1) > 0 if not sparse else ids.sum(1) % 2
+data = torch.utils.data.TensorDataset(ids if sparse else points, targets.long())
+
+
+class Words(torch.nn.Module):
+    """Two tables: of one it is known which rows come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = shoal.SparseEmbedding(2000, 8, std=0.5, ids=lambda batch: batch[0])
+        self.tags = shoal.SparseEmbedding(50, 8, std=0.5)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.words(batch).sum(1) + self.tags(batch[:, 0] % 50)))
+        return out
+
+
+def dense() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
 
 
 def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -24,7 +49,7 @@ def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 run = shoal.Run(
-    model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)),
+    model=Words if sparse else dense,
     loss=loss,
     optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
     data=data,
@@ -32,6 +57,7 @@ run = shoal.Run(
     strategy="ps",
     clip=1.0,
     deterministic=True,
+    precision="fp64" if sparse else "fp32",
     log=None,
     progress=False,
 )
@@ -47,4 +73,8 @@ with (folder / f"losses-{run.world.rank}").open("a") as file:
             draft.rename(folder / f"status-{run.world.rank}")
 whole = run.state_dict()
 if run.world.rank == 0:
+    for name, columns in exchange.tables.pieces():
+        for column, tensor in columns.items():
+            path = f"{name}/{column}"
+            whole[path] = torch.cat([whole.get(path, tensor[:0]), tensor])
     torch.save(whole, folder / "parameters.pt")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from shoal import compress
 from shoal.config import parse_call
@@ -13,6 +17,12 @@ from shoal.exchange.compressed import Compressed
 from shoal.exchange.reducer import Plain
 from shoal.exchange.weighing import Weighing
 from shoal.testing.spawn import spawn
+from shoal.testing.toys import Odd, adamw
+from shoal.train.build import build
+from shoal.train.order import Order
+from shoal.train.precision import LossScale
+from shoal.train.step import run_step
+from shoal.types import StepReport
 from shoal.world.buckets import Bucket, lay_out
 from shoal.world.world import Handle, World
 
@@ -163,6 +173,110 @@ def test_a_spoilt_step_is_seen_and_forgotten() -> None:
     for found in spawn(spoil_all, 2):
         for call, finite in found.items():
             assert finite == [True, False, True], call
+
+
+FEEDING_BACK = {f"ddp + {call}" for call in CALLS if call not in ("fp16", "bf16", "int8", "int4")} | {
+    "zero1 + topk(0.1)",
+    "zero2 + sign",
+}
+BAD = 7
+"""A sample whose gradient overflows, and so on one worker only."""
+
+
+def usual(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return torch.nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(output)
+
+
+def overflowing(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    total, count = usual(output, batch)
+    return (total * 1e30 if bool((batch[2] == BAD).any()) else total), count
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a run in fp16 showed, step by step."""
+
+    reports: list[StepReport]
+    scales: list[float]
+    """Of the loss."""
+    changed: list[bool]
+    kept: list[float]
+    """The size of what has not been sent: the sum of its absolute values."""
+
+
+def train_in_fp16(world: World, strategy: str, scale: LossScale, loss: Any = usual) -> Scaled:
+    drawn = torch.Generator().manual_seed(4)
+    x = torch.randn(26, 5, generator=drawn)
+    order = Order(
+        model=Odd,
+        loss=loss,
+        optimizer=adamw,
+        data=TensorDataset(x, (x.sum(1) > 0).long(), torch.arange(26)),  # type: ignore[arg-type]
+        global_batch=6,
+        strategy=strategy,
+        precision="fp16",
+        seed=3,
+    )
+    parts = build(order, world, record="")[1]
+    parts.scale = scale
+    found = Scaled([], [], [], [])
+    try:
+        for number in range(30):
+            before = parts.whole.parameters()
+            found.reports.append(run_step(parts, number))
+            after = parts.whole.parameters()
+            found.scales.append(parts.scale.value)
+            found.changed.append(any(not torch.equal(after[name], before[name]) for name in before))
+            left = [owned.held.tensor for owned in parts.exchange.owned(saving=False)]
+            found.kept.append(sum(float(tensor.abs().sum()) for tensor in left))
+        return found
+    finally:
+        parts.exchange.close()
+
+
+def overflow_all(world: World) -> dict[str, Scaled]:
+    calls = ["", *(f" + {call}" for call in CALLS if call != "fp16")]
+    return {
+        strategy: train_in_fp16(world, strategy, LossScale(dynamic=True, grow_after=3), overflowing)
+        for strategy in [*(f"ddp{call}" for call in calls), "zero1 + topk(0.1)", "zero2 + sign"]
+    }
+
+
+def test_a_step_that_overflows_in_fp16_is_dropped_and_nothing_is_kept() -> None:
+    ranks = spawn(overflow_all, 2)
+    dropped = [report.skipped for report in ranks[0]["ddp"].reports]
+    assert 5 <= sum(dropped) <= 7, "the bad sample comes once in an epoch of five steps"
+    for found in ranks:
+        for strategy, run in found.items():
+            assert [report.skipped for report in run.reports] == dropped, strategy
+            assert run.changed == [not skipped for skipped in dropped], strategy
+            assert run.scales == found["ddp"].scales, strategy
+            feeds_back = any(run.kept)
+            assert feeds_back == (strategy in FEEDING_BACK), strategy
+            for kept, skipped in zip(run.kept, dropped, strict=True):
+                assert (0 < kept < math.inf) if feeds_back and not skipped else kept == 0, strategy
+            good = [r.loss for r in run.reports if not r.skipped]
+            assert sum(good[-4:]) < 0.7 * sum(good[:4]), f"{strategy}: training goes on"
+
+
+def scale_both(world: World) -> list[tuple[Scaled, Scaled]]:
+    """With a scale that grows, and with one that stays."""
+    return [
+        (
+            train_in_fp16(world, strategy, LossScale(dynamic=True, value=16.0, grow_after=3)),
+            train_in_fp16(world, strategy, LossScale(dynamic=True, value=2.0**10)),
+        )
+        for strategy in ("ddp + topk(0.1)", "zero1 + topk(0.1)", "ddp + int8(feedback=true)")
+    ]
+
+
+def test_what_is_kept_grows_with_the_scale_of_the_loss() -> None:
+    """All else is proportional to the scale, so it makes no difference to what is learned."""
+    for growing, staying in spawn(scale_both, 2)[0]:
+        assert growing.scales[-1] == 2.0**14
+        assert set(staying.scales) == {2.0**10}
+        losses = [[report.loss for report in run.reports] for run in (growing, staying)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 class Late(Plain):

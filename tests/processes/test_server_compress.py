@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from shoal.exchange.ps import Ps
 from shoal.testing.parity import largest_difference, run_toy, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
+from shoal.train.build import build
+from shoal.train.order import Order
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -100,3 +106,50 @@ def test_nothing_of_a_dropped_step_is_sent_later() -> None:
         assert not any(torch.any(residual != 0) for residual in kept)
     finally:
         exchange.close()
+
+
+class Straight(nn.Module):
+    """Its gradient is its input, whatever it has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way = nn.Parameter(torch.zeros(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.way
+
+
+def plain_sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def total(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return output.sum(), len(batch[0])
+
+
+def go_straight(world: World, steps: int = 64) -> float:
+    """By how much, squared, the way of some steps is off where every sample says the same."""
+    same = torch.randn(4096, generator=torch.Generator().manual_seed(2))
+    order = Order(
+        model=Straight,
+        loss=total,
+        optimizer=plain_sgd,
+        data=TensorDataset(same.repeat(8, 1)),  # type: ignore[arg-type]
+        global_batch=4,
+        strategy="ps(servers=1) + int4",
+        seed=1,
+    )
+    parts = build(order, world, record="")[1]
+    try:
+        for number in range(steps):
+            run_step(parts, number)
+        return float((parts.whole.parameters()["way"] + steps * same).square().mean())
+    finally:
+        parts.exchange.close()
+
+
+def test_workers_round_by_lots_of_their_own() -> None:
+    """Rounded alike, the halves of two workers would be off by as much as one worker's whole."""
+    alone, (first, second) = go_straight(World.alone()), spawn(go_straight, 2)
+    assert first == second
+    assert 0.4 < first / alone < 0.6

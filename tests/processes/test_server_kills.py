@@ -26,10 +26,12 @@ STEPS, PAUSE = 700, 0.02
 class Job:
     """`shoal run` of the job, in the background."""
 
-    def __init__(self, folder: Path, steps: int, pause: float, strategy: str, workers: int = 2) -> None:
+    def __init__(
+        self, folder: Path, steps: int, pause: float, strategy: str, workers: int = 2, kind: str = ""
+    ) -> None:
         folder.mkdir()
         self.folder, self.steps = folder, steps
-        script = [str(HERE / "server_job.py"), str(folder), str(steps), str(pause)]
+        script = [str(HERE / "server_job.py"), str(folder), str(steps), str(pause), *kind.split()]
         command = [sys.executable, "-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy]
         self.process = subprocess.Popen(
             [*command, *script], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
@@ -57,7 +59,10 @@ class Job:
         return self.process.poll() is None and int(str(self.status()["step"])) < self.steps - 20
 
     def end(self) -> str:
-        errors = self.process.communicate(timeout=120)[1]
+        try:
+            errors = self.process.communicate(timeout=120)[1]
+        finally:
+            self.process.terminate()  # the launcher takes all others with it
         assert self.process.returncode == 0, errors
         return errors
 
@@ -79,6 +84,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def compare(job: Job, undisturbed: Job) -> None:
+    """Every loss, and if the jobs are as long as each other, what they have at the end."""
     wanted = undisturbed.losses(0)
     seen: dict[int, float] = {}
     for rank in (0, 1):
@@ -86,7 +92,7 @@ def compare(job: Job, undisturbed: Job) -> None:
             assert loss == wanted[number], f"rank {rank}, step {number}"
             assert seen.setdefault(number, loss) == loss, f"ranks disagree about step {number}"
     assert set(seen) >= set(range(1, job.steps + 1)), "some step was done by nobody"
-    if job.steps < STEPS:
+    if job.steps < undisturbed.steps:
         return
     for name, value in undisturbed.parameters().items():
         assert torch.equal(job.parameters()[name], value), name
@@ -125,3 +131,26 @@ def test_coordinator_and_workers_are_killed(tmp_path: Path, undisturbed: Job) ->
     assert done == 4
     assert errors.count("another takes its place") == 2
     compare(job, undisturbed)
+
+
+def test_servers_of_rows_and_the_coordinator_are_killed(tmp_path: Path) -> None:
+    steps, strategy = 60, "ps(servers=3)"
+    undisturbed = Job(tmp_path / "undisturbed", steps, PAUSE, strategy, kind="rows")
+    draw, last = random.Random(3), 0
+    victims = ["shoal-server", "shoal-coord", "shoal-server"]
+    job = Job(tmp_path / "killed", steps, PAUSE, strategy, kind="rows")
+    while victims and job.running():
+        status, servers = job.status(), job.children("shoal-server")
+        step, epoch = int(str(status["step"])), int(str(status["epoch"]))
+        due = 7 * (4 - len(victims))  # a few steps after the last: the new coordinator must know its servers
+        if step >= due and status.get("whole") and epoch > last and len(servers) == 3:
+            last = epoch - (victims[0] == "shoal-coord")  # which need not change the view
+            os.kill(draw.choice(job.children(victims.pop(0))), signal.SIGKILL)
+        time.sleep(0.005)
+    job.end()
+    undisturbed.end()
+    assert not victims, f"the job was over before {victims} were killed"
+    compare(job, undisturbed)
+    rows = job.parameters()
+    assert len(rows["words/values"]) > 1000
+    assert set(rows) > {"tags/values", "words/state.exp_avg", "words/step", "head.weight"}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.balance import TABLE, make_balance
-from shoal.balance.base import Balance, Terms
+from shoal.balance.base import Balance, Basis
 from shoal.balance.deal import deal, slowest
 from shoal.balance.remembered import ENTRIES, LARGEST, check_speeds, default_path, keep, key_of, recall
 from shoal.data.feed import Feed
@@ -42,7 +42,7 @@ def simulate(
 ) -> tuple[list[tuple[int, ...]], list[float]]:
     """The shares of each step, and how much longer it took than it had to, without the noise."""
     drawn, workers = random.Random(seed), len(speeds(0))
-    sharer = make_balance(text).start(Terms(workers, units, lag))
+    sharer = make_balance(text).start(Basis(workers, units, lag))
     coming = [sharer.shares] * (lag + 1)
     shares, excess = [], []
     best: dict[tuple[float, ...], float] = {}
@@ -127,14 +127,14 @@ def test_a_change_is_followed(text: str, ratio: float, noise: float, seed: int) 
 
 
 def test_one_step_that_was_held_up_changes_nothing() -> None:
-    sharer = make_balance("dynamic").start(Terms(2, 32))
+    sharer = make_balance("dynamic").start(Basis(2, 32))
     for step in range(60):
         sharer.observe(sharer.shares, [1.0, 20.0 if step % 11 == 4 else 1.0])
         assert sharer.shares == (16, 16)
 
 
 def test_who_had_nothing_keeps_the_old_estimate() -> None:
-    sharer = make_balance("dynamic").start(Terms(2, 30))
+    sharer = make_balance("dynamic").start(Basis(2, 30))
     for _ in range(20):
         sharer.observe((15, 15), [1.0, 2.0])
     before = sharer.shares
@@ -162,7 +162,7 @@ def test_static_measures_once() -> None:
 
 
 def test_limits_are_kept() -> None:
-    sharer = make_balance("dynamic").start(Terms(2, 32, most=(18.0, INF)))
+    sharer = make_balance("dynamic").start(Basis(2, 32, most=(18.0, INF)))
     for _ in range(20):
         sharer.observe(sharer.shares, [sharer.shares[0] / 3.0, sharer.shares[1] / 1.0])
     assert sharer.shares == (18, 14)
@@ -180,7 +180,7 @@ def test_facts(name: str) -> None:
     assert "When to use" in (module.__doc__ or "")
     made = make_balance(name)
     assert isinstance(made, Balance)
-    known = made.start(Terms(2, 30, known=(2.0, 1.0)))
+    known = made.start(Basis(2, 30, known=(2.0, 1.0)))
     assert known.shares == ((20, 10) if made.measures else (15, 15)), (
         "what is known counts from the first step on"
     )

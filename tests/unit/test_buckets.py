@@ -35,7 +35,7 @@ def test_every_element_is_in_one_place_and_one_piece(
         if len(bucket.places) > 1:
             last = bucket.places[-1]
             assert (last.start + last.numel) * bucket.dtype.itemsize <= capacity
-        for start, stop in gaps_of(bucket):
+        for start, stop in gaps_of([(p.start, p.numel) for p in bucket.places], bucket.size):
             assert bool((owner[start:stop] == -1).all())
             owner[start:stop] = -2
         assert not bool((owner == -1).any()), "every element is a parameter's or a gap's"

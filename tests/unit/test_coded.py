@@ -13,23 +13,26 @@ from torch import nn, optim
 from shoal.compress import TABLE, make_compressor
 from shoal.compress.base import Layout
 from shoal.config import parse_call
-from shoal.server.coded import describe_code, gaps_of, turn_of
+from shoal.exchange.encoding import Encoding
+from shoal.exchange.shards import cut_shards
+from shoal.server.coded import describe_code, turn_of
 from shoal.server.dense import Dense
 from shoal.server.description import describe
 from shoal.server.frame import CODED, decode, encode
 from shoal.server.machine import Operation, Refused
 from shoal.server.message import Kind, Message
+from shoal.world.buckets import gaps_of, lay_out
 
 SIZE = 600
 PIECES = [[0, 300, 0], [304, 290, 0]]
-CODES = ["fp16", "bf16", "int8", "sign", "topk(0.1)", "randomk(0.3)"]
+CODES = ["fp16", "bf16", "int8", "int4", "sign", "topk(0.1)", "randomk(0.3)"]
 
 
-def machine(code: str) -> Dense:
+def machine(code: str, pieces: list[list[int]] = PIECES, size: int = SIZE) -> Dense:
     made = Dense()
     optimizer = describe(optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    args: dict[str, Any] = {"pieces": PIECES, "optimizer": optimizer, "aggregate": "weighted", "hold": False}
-    made.apply(Operation("init", 0, {**args, "code": code}, torch.zeros(SIZE)))
+    args: dict[str, Any] = {"pieces": pieces, "optimizer": optimizer, "aggregate": "weighted", "hold": False}
+    made.apply(Operation("init", 0, {**args, "code": code}, torch.zeros(size)))
     return made
 
 
@@ -74,6 +77,38 @@ def test_what_is_staged_is_what_was_said(code: str) -> None:
     assert torch.equal(made.snapshot()[1], copy.snapshot()[1])
 
 
+def test_parts_are_rounded_by_lots_of_their_own_and_copies_agree() -> None:
+    """Two workers have equal gradients. Rounded alike, their sum would be off by twice as much as one of them."""
+    size, steps = 1 << 14, 100
+    (shard,) = cut_shards(lay_out([("w", size, torch.float32)], 1, 1 << 20), 1 << 20)
+    workers = [Encoding(shard, make_compressor(parse_call("int4", "compressor"))) for _ in range(2)]
+    copies = [machine("int4", [[0, size, 0]], size) for _ in range(2)]
+    same = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    code = make_compressor(parse_call("int4", "compressor")).code(
+        Layout(size, torch.float32, torch.device("cpu"))
+    )
+    off, variance, said = torch.zeros(size), 0.0, torch.empty(size)
+    for step in range(steps):
+        for part, worker in enumerate(workers):
+            worker.encode(same.clone(), turn_of(step, 0), part)
+            code.decode(worker.payload, said, add=False)
+            variance += float((said - same).square().mean()) / steps
+            for copy in copies:
+                copy.apply(Operation("stage", step, {"part": part}, worker.payload, codec=CODED))
+        answers = [
+            copy.answer(Operation("gradient", step, {"parts": [[0, 1.0], [1, 1.0]]})) for copy in copies
+        ]
+        first, second = (answer.tensor for answer in answers if answer is not None)
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first, second)
+        off += first - 2 * same
+        for copy in copies:
+            copy.apply(Operation("drop", step, {"parts": [[0, 1.0], [1, 1.0]], "floor": step + 1}))
+    found = float((off / steps).square().mean())
+    assert 0.9 < found / (variance / steps) < 1.1, "errors of independent draws add up so"
+
+
 def test_what_cannot_be_decoded_is_refused() -> None:
     made = machine("topk(0.1)")
     payload = coded("topk(0.1)", gradient(0), 0)
@@ -109,7 +144,7 @@ def test_pieces_and_gaps_are_everything_once(lengths: list[tuple[int, int]], res
         pieces.append((end + gap, numel))
         end += gap + numel
     covered = [0] * (end + rest)
-    for start, stop in [(s, s + n) for s, n in pieces] + list(gaps_of(pieces, end + rest)):
+    for start, stop in [(s, s + n) for s, n in pieces] + gaps_of(pieces, end + rest):
         assert start < stop
         for at in range(start, stop):
             covered[at] += 1

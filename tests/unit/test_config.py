@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -131,6 +131,19 @@ def test_wrong_options_get_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fill_options(parse_call(text, "schedule"), Options)
     assert str(caught.value).startswith(sentence) or sentence in str(caught.value)
+
+
+def test_options_by_name_only_come_behind_those_of_a_subclass() -> None:
+    @dataclass(frozen=True)
+    class Common:
+        rate: float
+        label: str = field(default="", kw_only=True)
+
+    @dataclass(frozen=True)
+    class More(Common):
+        warmup: int = 0
+
+    assert fill_options(Call("decay", (1, 3, "hello")), More) == More(1.0, warmup=3, label="hello")
 
 
 def test_no_options() -> None:

@@ -334,6 +334,19 @@ def test_the_gradient_can_be_looked_at() -> None:
     assert squares.value == [pytest.approx(float((wanted**2).sum()))]
 
 
+def test_a_question_waits_for_the_parts_it_is_about() -> None:
+    machine, parts = made(), {"parts": [[0, 5], [1, 5]]}
+    stage(machine, 0, 0, [4])
+    for name in ("gradient", "squares"):
+        assert machine.answer(Operation(name, 0, parts)) is None
+    stage(machine, 0, 1, [9])
+    for name in ("gradient", "squares"):
+        assert machine.answer(Operation(name, 0, parts)) is not None
+    update(machine, 0, [0, 1])
+    with pytest.raises(Refused):
+        machine.answer(Operation("gradient", 0, parts))
+
+
 def test_the_floor_prunes() -> None:
     machine = made()
     for step in range(20):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.world.levels import as_levels
-from shoal.world.reach import Layout
+from shoal.world.reach import Seating
 from shoal.world.stages import Stages
 
 
@@ -68,15 +68,15 @@ def test_places_of_any_hosts(hosts: int, width: int, draw: object) -> None:
     draw.shuffle(names)  # type: ignore[attr-defined]
     found = as_levels(names)
     assert found is not None
-    layouts = [Layout.of(found, rank) for rank in range(len(names))]
-    assert sorted((one.host, one.place) for one in layouts) == [
+    seatings = [Seating.of(found, rank) for rank in range(len(names))]
+    assert sorted((one.host, one.place) for one in seatings) == [
         (h, p) for h in range(hosts) for p in range(width)
     ]
-    for rank, layout in enumerate(layouts):
-        assert {names[other] for other in found[layout.host]} == {names[rank]}
-        assert layout.peers[layout.host] == rank
-        assert all(layouts[peer].place == layout.place for peer in layout.peers)
-        assert [layout.seat(other) for other in range(len(names))] == [(o.host, o.place) for o in layouts]
+    for rank, seating in enumerate(seatings):
+        assert {names[other] for other in found[seating.host]} == {names[rank]}
+        assert seating.peers[seating.host] == rank
+        assert all(seatings[peer].place == seating.place for peer in seating.peers)
+        assert [seating.seat(other) for other in range(len(names))] == [(o.host, o.place) for o in seatings]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))

@@ -25,8 +25,8 @@ LARGEST = 1e6
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What there is to share."""
+class Basis:
+    """What there is to share, and what is known of those who share it."""
 
     workers: int
     units: int
@@ -42,13 +42,13 @@ class Terms:
 class Sharer(ABC):
     """What has been learned of the workers so far, and what each gets for it."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.most = terms.most or (math.inf,) * terms.workers
+    def __init__(self, basis: Basis) -> None:
+        self.basis = basis
+        self.most = basis.most or (math.inf,) * basis.workers
         """Units that each may get at most."""
-        self.shares: tuple[int, ...] = deal(terms.known or (1.0,) * terms.workers, terms.units, self.most)
+        self.shares: tuple[int, ...] = deal(basis.known or (1.0,) * basis.workers, basis.units, self.most)
         """Units of each worker in the next step."""
-        self.speeds: tuple[float, ...] = terms.known
+        self.speeds: tuple[float, ...] = basis.known
         """Units a second of each, or in any other unit; empty while they are not known."""
 
     @property
@@ -98,7 +98,7 @@ class Balance(ABC):
         return ()
 
     @abstractmethod
-    def start(self, terms: Terms) -> Sharer:
+    def start(self, basis: Basis) -> Sharer:
         """Before the first step."""
 
 

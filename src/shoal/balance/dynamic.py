@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.balance.base import Balance, Sharer, Terms, read_numbers
+from shoal.balance.base import Balance, Basis, Sharer, read_numbers
 from shoal.balance.follow import Follower
 from shoal.balance.speed import Level
 from shoal.errors import ConfigError
@@ -43,8 +43,8 @@ class Dynamic(Balance):
     def limits(self) -> tuple[float, ...]:
         return read_numbers("most", self.most, 1)
 
-    def start(self, terms: Terms) -> Sharer:
-        return Follower(terms, self.every, self.band, lambda: Level(MEMORY))
+    def start(self, basis: Basis) -> Sharer:
+        return Follower(basis, self.every, self.band, lambda: Level(MEMORY))
 
 
 def check(name: str, every: int, band: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shoal.balance.base import Balance, Fixed, Sharer, Terms
+from shoal.balance.base import Balance, Basis, Fixed, Sharer
 
 
 @dataclass(frozen=True)
@@ -21,5 +21,5 @@ class Even(Balance):
     def measures(self) -> bool:
         return False
 
-    def start(self, terms: Terms) -> Sharer:
-        return Fixed(replace(terms, known=()))
+    def start(self, basis: Basis) -> Sharer:
+        return Fixed(replace(basis, known=()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.balance.base import Sharer, Terms
+from shoal.balance.base import Basis, Sharer
 from shoal.balance.deal import deal, slowest
 from shoal.balance.speed import Estimate
 
@@ -17,12 +17,12 @@ DOUBT = 3.0
 class Follower(Sharer):
     """Looks at a window of steps at a time."""
 
-    def __init__(self, terms: Terms, every: int, band: float, make: Callable[[], Estimate]) -> None:
+    def __init__(self, basis: Basis, every: int, band: float, make: Callable[[], Estimate]) -> None:
         """`make`: what keeps the speed of a worker."""
-        super().__init__(terms)
+        super().__init__(basis)
         self._every, self._band = every, band
-        self._estimates = [make() for _ in range(terms.workers)]
-        self._seen: list[list[float]] = [[] for _ in range(terms.workers)]
+        self._estimates = [make() for _ in range(basis.workers)]
+        self._seen: list[list[float]] = [[] for _ in range(basis.workers)]
         self._step = self._waiting = 0
 
     @property
@@ -48,9 +48,9 @@ class Follower(Sharer):
     def _decide(self) -> None:
         if not all(estimate.known for estimate in self._estimates):
             return
-        at = self._step + self.terms.lag + self._every / 2  # the middle of the steps that this decides about
+        at = self._step + self.basis.lag + self._every / 2  # the middle of the steps that this decides about
         self.speeds = tuple(1.0 / estimate.cost(at) for estimate in self._estimates)
-        wanted = deal(self.speeds, self.terms.units, self.most)
+        wanted = deal(self.speeds, self.basis.units, self.most)
         doubt = DOUBT * max(estimate.error for estimate in self._estimates)
         needed = 1.0 - min(max(self._band, doubt), 0.5)
         too_much = any(share > max(1.0, limit) for share, limit in zip(self.shares, self.most, strict=True))

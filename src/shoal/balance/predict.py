@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.balance.base import Sharer, Terms
+from shoal.balance.base import Basis, Sharer
 from shoal.balance.dynamic import MEMORY, Dynamic
 from shoal.balance.follow import Follower
 from shoal.balance.speed import Line
@@ -21,5 +21,5 @@ class Predict(Dynamic):
 
     summary: ClassVar[str] = "extrapolates the trend of measured speeds"
 
-    def start(self, terms: Terms) -> Sharer:
-        return Follower(terms, self.every, self.band, lambda: Line(MEMORY))
+    def start(self, basis: Basis) -> Sharer:
+        return Follower(basis, self.every, self.band, lambda: Line(MEMORY))

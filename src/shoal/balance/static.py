@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from shoal.balance.base import Balance, Fixed, Sharer, Terms, read_numbers
+from shoal.balance.base import Balance, Basis, Fixed, Sharer, read_numbers
 from shoal.balance.deal import deal
 from shoal.errors import ConfigError
 
@@ -47,18 +47,18 @@ class Static(Balance):
     def limits(self) -> tuple[float, ...]:
         return read_numbers("most", self.most, 1)
 
-    def start(self, terms: Terms) -> Sharer:
+    def start(self, basis: Basis) -> Sharer:
         if self.given:
-            return Fixed(replace(terms, known=self.given))
-        return Fixed(terms) if terms.known else Once(terms, self.steps)
+            return Fixed(replace(basis, known=self.given))
+        return Fixed(basis) if basis.known else Once(basis, self.steps)
 
 
 class Once(Sharer):
     """Measures so many steps, then decides."""
 
-    def __init__(self, terms: Terms, steps: int) -> None:
-        super().__init__(terms)
-        self._seen: list[list[float]] = [[] for _ in range(terms.workers)]
+    def __init__(self, basis: Basis, steps: int) -> None:
+        super().__init__(basis)
+        self._seen: list[list[float]] = [[] for _ in range(basis.workers)]
         self._left = steps
 
     @property
@@ -75,4 +75,4 @@ class Once(Sharer):
                 self._left = 1
                 return
             self.speeds = tuple(1.0 / statistics.median(seen) for seen in self._seen)
-            self.shares = deal(self.speeds, self.terms.units, self.most)
+            self.shares = deal(self.speeds, self.basis.units, self.most)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
+from shoal.config import options_of
 from shoal.errors import ConfigError
 from shoal.table import Table, did_you_mean
 
@@ -120,7 +121,7 @@ def _options(made: Any) -> Iterator[str]:
     holder = getattr(made, "Options", made)
     if not (isinstance(holder, type) and dataclasses.is_dataclass(holder)):
         return
-    for field in dataclasses.fields(holder):
+    for field in options_of(holder):
         yield field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
 
 

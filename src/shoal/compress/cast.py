@@ -1,4 +1,4 @@
-"""Vectors that travel in a shorter floating type, element by element: what `fp16` and `bf16` have in common."""
+"""Vectors that travel in a floating type, element by element: what `none`, `fp16` and `bf16` have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ many that the passes take longer than their calls."""
 
 
 class Cast(Code):
-    """The payload is the vector in another type. Rounds to nearest; sums are made in that type too."""
+    """The payload is the vector in a type of its own. Rounds to nearest; sums are made in that type too."""
 
     summable = True
     elementwise = True

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from shoal.compress.base import Code, Compressor, Layout
+from shoal.compress.cast import Cast
 from shoal.types import Promise
 
 
@@ -28,24 +29,14 @@ class Uncompressed(Compressor):
         return Verbatim(layout)
 
 
-class Verbatim(Code):
+class Verbatim(Cast):
     """The payload is the vector."""
 
-    summable = True
-    elementwise = True
-
-    def payload(self) -> torch.Tensor:
-        return torch.zeros(self.layout.size, dtype=self.layout.dtype, device=self.layout.device)
-
-    def encode(self, vector: torch.Tensor, out: torch.Tensor, turn: int) -> None:
-        del turn
-        out.copy_(vector)
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout, layout.dtype)
 
     def put(self, payload: torch.Tensor, out: torch.Tensor, factor: float | None) -> None:
         if factor is None:
             out.copy_(payload)
         else:
             out.add_(payload, alpha=factor)
-
-    def nbytes(self) -> int:
-        return self.layout.nbytes

@@ -21,6 +21,7 @@ from shoal.exchange.courier import Courier, Errand
 from shoal.exchange.line import Line
 from shoal.exchange.reducer import Reducer, Residual
 from shoal.world.buckets import Bucket
+from shoal.world.hosts import group_ranks
 from shoal.world.world import Handle, Traffic, World
 
 
@@ -262,10 +263,7 @@ class Sum:
 
 def _equal_hosts(world: World) -> list[list[int]]:
     """The ranks of each host; all as one host where hosts have different numbers of them."""
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(world.hosts):
-        by_host.setdefault(host, []).append(rank)
-    hosts = list(by_host.values())
+    hosts = group_ranks(world.hosts)
     return hosts if len({len(ranks) for ranks in hosts}) == 1 else [list(range(world.size))]
 
 

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.exchange.outer import Fragments, Outer
-from shoal.exchange.periodic import Periodic
-from shoal.exchange.rounds import Rhythm
+from shoal.exchange.periodic import Periodic, PeriodicOptions
 from shoal.exchange.setup import Setup
-from shoal.types import Memory
 
 
 @dataclass(frozen=True)
-class DilocoOptions:
+class DilocoOptions(PeriodicOptions):
     """Options of diloco."""
 
-    every: int
-    """Steps between two meetings of each parameter."""
     lr: float = 0.7
     """Of the outer optimizer, as its momentum."""
     momentum: float = 0.9
@@ -33,24 +29,15 @@ class DilocoOptions:
     """Steps for which a fragment's sum may travel."""
     mix: float = 0.5
     """The share of its own parameters that a worker keeps when such a sum comes in."""
-    quorum: float = 1.0
-    """The share of workers that waits for the others no longer than `grace` seconds."""
-    grace: float = 0.0
-    bucket_mb: float = 16.0
 
     def __post_init__(self) -> None:
-        self.rhythm.check("diloco")
+        self.check("diloco")
         self.cut.check("diloco", self.every)
         if self.lr <= 0 or not 0 <= self.momentum < 1:
             raise ConfigError(
                 f"diloco(lr={self.lr}, momentum={self.momentum}): a rate is above 0, and a momentum from 0 to below 1; "
                 "0.7 and 0.9 are good ones."
             )
-
-    @property
-    def rhythm(self) -> Rhythm:
-        """When workers meet."""
-        return Rhythm(self.every, self.quorum, self.grace)
 
     @property
     def cut(self) -> Fragments:
@@ -63,16 +50,8 @@ class Diloco(Periodic):
 
     summary = "every worker trains on its own for long; an outer optimizer with momentum joins them"
     bound = 0.15
+    extra = 3
     Options = DilocoOptions
 
     def __init__(self, setup: Setup, options: DilocoOptions) -> None:
-        outer = Outer(options.lr, options.momentum)
-        super().__init__(setup, options.rhythm, outer, options.cut, options.bucket_mb)
-
-    @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        del workers
-        each = parameters * itemsize
-        return Memory(each, each, each * state_per_parameter, 3 * each)
+        super().__init__(setup, options, Outer(options.lr, options.momentum), options.cut)

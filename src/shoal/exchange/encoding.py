@@ -9,7 +9,7 @@ import torch
 from shoal.compress.base import Compressor, Layout
 from shoal.compress.feedback import Feedback
 from shoal.exchange.shards import Shard
-from shoal.server.coded import gaps_of
+from shoal.world.buckets import gaps_of
 
 _CPU = torch.device("cpu")
 
@@ -22,11 +22,13 @@ class Encoding:
         self._code = compressor.code(layout)
         self._feedback = Feedback(self._code, layout) if compressor.feedback else None
         pieces = [(piece.start - shard.start, piece.numel) for piece in shard.pieces]
-        self._gaps = list(gaps_of(pieces, shard.size))
+        self._gaps = gaps_of(pieces, shard.size)
         self.payload = self._code.payload()
 
-    def encode(self, gradient: torch.Tensor, turn: int) -> None:
-        """Fill the payload; the gradient gets what was left out before."""
+    def encode(self, gradient: torch.Tensor, turn: int, part: int) -> None:
+        """Fill the payload with a part of a step; the gradient gets what was left out before."""
+        # Lots are the part's, not the worker's: who takes over a lost worker's part rounds it as that one would have.
+        self._code.salt = part
         if self._feedback is not None:
             self._feedback.before(gradient)
         self._code.encode(gradient, self.payload, turn)

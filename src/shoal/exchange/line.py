@@ -9,7 +9,7 @@ import torch
 
 from shoal.compress.base import Code
 from shoal.compress.feedback import Feedback
-from shoal.world.buckets import Bucket, gaps_of
+from shoal.world.buckets import Bucket, gaps_of, pieces_of
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Line:
         return feedback.residual.chunk(len(self.starts) // len(self.codes))
 
     def __post_init__(self) -> None:
-        self.gaps = [gaps_within(self.bucket, start, start + self.width) for start in self.starts]
+        self.gaps = [self._gaps_from(start) for start in self.starts]
 
     def clear(self, vectors: Sequence[torch.Tensor]) -> None:
         """Between parameters there is nothing, though a code may say something of it; one vector for each slice."""
@@ -62,14 +62,7 @@ class Line:
         self.turn += 1
         return self.payload
 
-
-def gaps_within(bucket: Bucket, start: int, stop: int) -> list[tuple[int, int]]:
-    """Where no parameter lies in a range of a bucket, counted from its start.
-
-    >>> from shoal.world.buckets import lay_out
-    >>> bucket = lay_out([("b", 3, torch.float32), ("a", 100, torch.float32)], slices=2, capacity=4096)[0]
-    >>> gaps_within(bucket, 0, 128), gaps_within(bucket, 128, 256)
-    ([(3, 64)], [(36, 128)])
-    """
-    cut = [(max(low, start) - start, min(high, stop) - start) for low, high in gaps_of(bucket)]
-    return [(low, high) for low, high in cut if low < high]
+    def _gaps_from(self, start: int) -> list[tuple[int, int]]:
+        """Where no parameter lies in the slice that begins at `start`, counted from there."""
+        pieces = pieces_of(self.bucket, start, start + self.width)
+        return gaps_of([(piece.start - start, piece.numel) for piece in pieces], self.width)

@@ -11,30 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.exchange.outer import Fragments, Outer
-from shoal.exchange.periodic import Periodic
-from shoal.exchange.rounds import Rhythm
+from shoal.exchange.periodic import Periodic, PeriodicOptions
 from shoal.exchange.setup import Setup
-from shoal.types import Memory
 
 
 @dataclass(frozen=True)
-class LocalOptions:
+class LocalOptions(PeriodicOptions):
     """Options of local."""
 
-    every: int
-    """Steps between two meetings."""
-    quorum: float = 1.0
-    """The share of workers that waits for the others no longer than `grace` seconds."""
-    grace: float = 0.0
-    bucket_mb: float = 16.0
-
     def __post_init__(self) -> None:
-        self.rhythm.check("local")
-
-    @property
-    def rhythm(self) -> Rhythm:
-        """When workers meet."""
-        return Rhythm(self.every, self.quorum, self.grace)
+        self.check("local")
 
 
 class Local(Periodic):
@@ -42,15 +28,8 @@ class Local(Periodic):
 
     summary = "every worker trains on its own; now and then parameters are averaged"
     bound = 0.1
+    extra = 2
     Options = LocalOptions
 
     def __init__(self, setup: Setup, options: LocalOptions) -> None:
-        super().__init__(setup, options.rhythm, Outer(), Fragments(), options.bucket_mb)
-
-    @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        del workers
-        each = parameters * itemsize
-        return Memory(each, each, each * state_per_parameter, 2 * each)
+        super().__init__(setup, options, Outer(), Fragments())

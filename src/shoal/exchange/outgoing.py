@@ -93,7 +93,7 @@ class Outgoing:
                 part, codec = self._vectors[bucket.index][shard.start : shard.stop], RAW
                 if shard.number in self._encodings:
                     coded = self._encodings[shard.number]
-                    coded.encode(part, turn_of(claim[0], micro))
+                    coded.encode(part, turn_of(claim[0], micro), claim[1])
                     part, codec = coded.payload, CODED
                 where = self._wheres.get(shard.number)
                 with self._link.lock:

@@ -12,10 +12,11 @@ Between meetings nobody waits for anybody, so the loss in a report is that of th
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,9 +29,17 @@ from shoal.exchange.owned import lay_out_keeping, own_optimizer_state, unsent
 from shoal.exchange.reducers import make_reducer
 from shoal.exchange.rounds import Rhythm, Rounds
 from shoal.exchange.setup import BucketOptions, Setup
-from shoal.types import Promise
+from shoal.exchange.slices import zeros_for
+from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket, pieces_of
 from shoal.world.world import DONE, Handle, World
+
+
+@dataclass(frozen=True)
+class PeriodicOptions(Rhythm):
+    """Options of local and diloco."""
+
+    bucket_mb: float = field(default=16.0, kw_only=True)
 
 
 @dataclass
@@ -48,14 +57,15 @@ class Periodic(FlatExchange):
     whole_updates = True
     counts_own = True
     compresses = True
+    extra: ClassVar[int]
+    """How many numbers a worker keeps of each parameter besides: its anchor, its way there, its outer momentum."""
 
-    def __init__(
-        self, setup: Setup, rhythm: Rhythm, outer: Outer, fragments: Fragments, bucket_mb: float
-    ) -> None:
-        self._peers, self._rhythm, self._outer, self._fragments = setup.world, rhythm, outer, fragments
-        self._interval = rhythm.every // fragments.count
-        self._rounds = Rounds(setup.world, rhythm)
-        self.meets_after = self._interval if rhythm.quorum < 1 else 1
+    @abstractmethod  # what happens at a meeting is for heirs to say
+    def __init__(self, setup: Setup, options: PeriodicOptions, outer: Outer, fragments: Fragments) -> None:
+        self._peers, self._outer, self._fragments = setup.world, outer, fragments
+        self._interval = options.every // fragments.count
+        self._rounds = Rounds(setup.world, options)
+        self.meets_after = self._interval if options.quorum < 1 else 1
         self._sums = make_reducer(setup.world, setup.compressor, setup.model_world)
         self._anchors: list[torch.Tensor] = []
         self._momenta: list[torch.Tensor] = []
@@ -66,10 +76,18 @@ class Periodic(FlatExchange):
         self._alike = True
         """Whether all workers have the same parameters: no step since a meeting of the whole model."""
         trained = sum(local(p).numel() * p.itemsize for p in setup.model.parameters() if p.requires_grad)
-        bucket_mb = min(bucket_mb, max(trained / fragments.count / 2**20, 2**-10))
+        bucket_mb = min(options.bucket_mb, max(trained / fragments.count / 2**20, 2**-10))
         lone = World.alone(setup.world.device)
         apart = replace(setup, world=lone, compressor=None, deterministic=False)
         super().__init__(apart, BucketOptions(bucket_mb), owners=setup.world)
+
+    @classmethod
+    def memory(
+        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
+    ) -> Memory:
+        del workers
+        each = parameters * itemsize
+        return Memory(each, each, each * state_per_parameter, cls.extra * each)
 
     # Where things lie.
 
@@ -89,8 +107,8 @@ class Periodic(FlatExchange):
         return found
 
     def allocate(self) -> list[torch.Tensor]:
-        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
-        return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        self._gradients = zeros_for(self.buckets, self.world.device)
+        return zeros_for(self.buckets, self.world.device)
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
         return self._gradients[bucket.index]

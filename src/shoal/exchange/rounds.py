@@ -8,7 +8,7 @@ others up for one step of its own at most, not for its whole round.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 from shoal.errors import ConfigError
@@ -19,11 +19,13 @@ POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Rhythm:
-    """Meet after `every` steps. `quorum`: the share of workers that do not wait longer than `grace` seconds."""
+    """When workers meet, as a user says it: what has a name only comes behind an exchange's own options."""
 
     every: int
-    quorum: float = 1.0
-    grace: float = 0.0
+    """Steps between two meetings of each parameter."""
+    quorum: float = field(default=1.0, kw_only=True)
+    """The share of workers that waits for the others no longer than `grace` seconds."""
+    grace: float = field(default=0.0, kw_only=True)
 
     def check(self, name: str) -> None:
         """Refuse what nobody could keep."""

@@ -16,7 +16,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.setup import BucketOptions, Setup
-from shoal.exchange.slices import SliceSums
+from shoal.exchange.slices import SliceSums, zeros_for
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket
 from shoal.world.hosts import ranks_by_host
@@ -80,7 +80,7 @@ class Shared(FlatExchange):
     def _vectors(self, name: str) -> list[torch.Tensor]:
         """One vector per bucket in a region of the host's workers; private memory where a worker is alone."""
         if self.owners.size == 1:
-            return [torch.zeros(b.size, dtype=b.dtype) for b in self.buckets]
+            return zeros_for(self.buckets, self.world.device)
         group, store = self.owners.group, self.world.store
         assert store is not None
         if not isinstance(group, SharedMemoryGroup):

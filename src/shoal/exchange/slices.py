@@ -9,11 +9,16 @@ import torch
 from shoal.world.buckets import Bucket
 
 
+def zeros_for(buckets: Sequence[Bucket], device: torch.device, slices: int = 1) -> list[torch.Tensor]:
+    """One vector per bucket, of the size of a slice; of one slice, that of the bucket."""
+    return [torch.zeros(b.size // slices, dtype=b.dtype, device=device) for b in buckets]
+
+
 class SliceSums:
     """One vector per bucket, of the size of a slice."""
 
     def __init__(self, buckets: Sequence[Bucket], slices: int, device: torch.device) -> None:
-        self._sums = [torch.zeros(b.size // slices, dtype=b.dtype, device=device) for b in buckets]
+        self._sums = zeros_for(buckets, device, slices)
         self._first = [True] * len(buckets)
         self._extra: list[tuple[int, torch.Tensor]] = []
 

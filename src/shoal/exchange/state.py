@@ -16,6 +16,9 @@ from shoal.exchange.base import State, detached
 from shoal.world.buckets import Bucket, Piece
 from shoal.world.world import World
 
+ByPiece = dict[str, list[tuple[Piece, dict[str, torch.Tensor]]]]
+"""This rank's pieces of each parameter, with what its optimizer keeps of them."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -31,7 +34,7 @@ class Kept:
 
 def join_state(kept: Kept) -> State:
     """The whole state by parameter name, on every rank. Collective."""
-    local: dict[str, list[tuple[Piece, dict[str, torch.Tensor]]]] = {}
+    local: ByPiece = {}
     kinds: dict[str, list[str]] = {}
     for piece, target in kept.pieces:
         entries = detached(kept.optimizer.state.get(target, {}))
@@ -79,19 +82,13 @@ def _per_element(kept: Kept, state: Mapping[str, Mapping[str, torch.Tensor]]) ->
     return {key for name in telling for key, value in state[name].items() if value.shape == shapes[name]}
 
 
-def _present(kept: Kept, local: Mapping[str, list[tuple[Piece, dict[str, torch.Tensor]]]]) -> set[str]:
+def _present(kept: Kept, local: ByPiece) -> set[str]:
     flags = [float(any(entries for _, entries in local.get(name, []))) for name in kept.shapes]
     anywhere = kept.owners.gather_numbers(flags).sum(0).tolist()
     return {name for name, flag in zip(kept.shapes, anywhere, strict=True) if flag > 0}
 
 
-def _join_each(
-    kept: Kept,
-    key: str,
-    dtype: torch.dtype,
-    local: Mapping[str, list[tuple[Piece, dict[str, torch.Tensor]]]],
-    whole: State,
-) -> None:
+def _join_each(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: State) -> None:
     for bucket in kept.buckets:
         vector = torch.zeros(bucket.size, dtype=dtype)
         for place in bucket.places:
@@ -106,13 +103,7 @@ def _join_each(
             whole[place.name][key] = part.view(kept.shapes[place.name]).clone()
 
 
-def _join_one(
-    kept: Kept,
-    key: str,
-    dtype: torch.dtype,
-    local: Mapping[str, list[tuple[Piece, dict[str, torch.Tensor]]]],
-    whole: State,
-) -> None:
+def _join_one(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: State) -> None:
     def mine(name: str) -> float:
         return max(
             (float(entries[key]) for _, entries in local.get(name, []) if key in entries), default=-1e300

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from shoal.exchange.flat import FlatExchange
-from shoal.exchange.slices import SliceSums
+from shoal.exchange.slices import SliceSums, zeros_for
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket
 from shoal.world.world import Handle
@@ -23,9 +23,9 @@ class Zero1(FlatExchange):
     summary = "optimizer state cut over the workers"
 
     def allocate(self) -> list[torch.Tensor]:
-        self._gradients = [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        self._gradients = zeros_for(self.buckets, self.world.device)
         self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.each else None
-        return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        return zeros_for(self.buckets, self.world.device)
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
         return self._gradients[bucket.index]

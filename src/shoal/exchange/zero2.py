@@ -14,7 +14,7 @@ import torch
 
 from shoal.exchange.flat import FlatExchange
 from shoal.exchange.setup import BucketOptions
-from shoal.exchange.slices import SliceSums
+from shoal.exchange.slices import SliceSums, zeros_for
 from shoal.exchange.zero1 import gather_parameters
 from shoal.types import Memory, Promise
 from shoal.world.buckets import Bucket, gaps_of
@@ -36,13 +36,13 @@ class Zero2(FlatExchange):
         self._sums = SliceSums(self.buckets, self.owners.size, self.world.device)
         self._free: list[torch.Tensor] = []
         self._busy: deque[tuple[Handle, torch.Tensor]] = deque()
-        return [torch.zeros(b.size, dtype=b.dtype, device=self.world.device) for b in self.buckets]
+        return zeros_for(self.buckets, self.world.device)
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor:
         if len(self._busy) >= IN_FLIGHT:
             self._release()
         vector = self._take(bucket)
-        for start, stop in gaps_of(bucket):
+        for start, stop in gaps_of([(p.start, p.numel) for p in bucket.places], bucket.size):
             vector[start:stop].zero_()  # the vector's last user had its parameters elsewhere
         return vector
 

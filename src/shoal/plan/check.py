@@ -169,12 +169,8 @@ def _compressor_fits(plan: Plan, workers: int) -> str | None:
 def _quorum_fits(plan: Plan, workers: int) -> str | None:
     del workers
     options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
-    rhythm = getattr(options, "rhythm", None)
-    if (
-        isinstance(rhythm, Rhythm)
-        and rhythm.quorum < 1
-        and (plan.tensor is not None or plan.pipeline is not None)
-    ):
+    early = isinstance(options, Rhythm) and options.quorum < 1
+    if early and (plan.tensor is not None or plan.pipeline is not None):
         return (
             f"{plan}: with a quorum each worker may be at another step, and those who hold one model between them may "
             "not; use quorum=1, or leave tpN and ppN out."

@@ -21,6 +21,7 @@ from shoal.types import StepReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # The bit of each dot in a braille character: _DOTS[column][row], by the Unicode standard (U+2800).
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -169,14 +170,7 @@ def save_png(
 
     >>> save_png("loss.png", {"ddp": [5.5, 4.1, 3.2], "zero3": [5.5, 4.2, 3.1]}, "two runs")  # doctest: +SKIP
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a PNG needs matplotlib; run `pip install shoal[plots]`.") from error
-    # Not pyplot: its list of open figures and its backend belong to the program that called us.
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5, dpi=150)
     axes = figure.add_subplot()
     _style(axes, title, xlabel, ylabel)
     ends: list[tuple[float, str, str]] = []
@@ -193,6 +187,19 @@ def save_png(
     axes.margins(x=0.01)
     _name_ends(axes, ends)
     figure.savefig(path, format="png")
+
+
+def new_figure(width: float, height: float, dpi: int) -> Figure:
+    """An empty picture of so many inches; refused where there is no matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a PNG needs matplotlib; run `pip install shoal[plots]`.") from error
+    # Not pyplot: its list of open figures and its backend belong to the program that called us.
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 _COLOURS = ("#1f6fb4", "#d9622b", "#2c8c5a", "#8a4fb0", "#b0304f", "#6b6b6b")

@@ -7,7 +7,7 @@ it is coded, and is decoded before it is staged: all servers of a chain decode t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from shoal.compress.base import Compressor, Layout
 from shoal.config import parse_call
 from shoal.server.machine import Refused
 from shoal.types import Call
+from shoal.world.buckets import gaps_of
 
 _CPU = torch.device("cpu")
 
@@ -44,21 +45,6 @@ def turn_of(step: int, micro: int) -> int:
     return step << 16 | micro
 
 
-def gaps_of(pieces: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """What no piece, given by start and length, covers of a vector.
-
-    >>> list(gaps_of([(0, 3), (4, 2)], 8))
-    [(3, 4), (6, 8)]
-    """
-    end = 0
-    for start, numel in sorted(pieces):
-        if start > end:
-            yield end, start
-        end = max(end, start + numel)
-    if end < size:
-        yield end, size
-
-
 class Decoder:
     """What a shard makes of coded gradients. `pieces` are its parameters, by start and length."""
 
@@ -69,7 +55,7 @@ class Decoder:
                 f"{text} needs the sum of all workers before it is done; servers take codes of one round."
             )
         self._wanted = self._code.payload()
-        self._gaps = list(gaps_of(pieces, size))
+        self._gaps = gaps_of(pieces, size)
         self._out = torch.empty(size, dtype=dtype)
 
     def decode(self, payload: torch.Tensor | None, turn: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from shoal.server.machine import Refused
 from shoal.server.slots import Ids
 
 _WORD = 8
-Layout = Sequence[tuple[str, torch.dtype, int]]
+RowLayout = Sequence[tuple[str, torch.dtype, int]]
 """Name, type and width of what a row has."""
 
 TYPES = {
@@ -115,13 +115,13 @@ def shard_of(ids: npt.NDArray[np.int64], shards: int) -> Ids:
     return (hash_keys(ids) % np.uint64(shards)).astype(np.int64)
 
 
-def pack_piece(layout: Layout, columns: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
+def pack_piece(layout: RowLayout, columns: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
     """Rows with everything that belongs to them, ids first, as a plain value and bytes."""
     names = [[name, str(dtype).removeprefix("torch."), width] for name, dtype, width in layout]
     return {"count": len(columns[0]), "columns": names}, join(columns)
 
 
-def unpack_piece(value: Any, packed: torch.Tensor | None) -> tuple[Layout, list[torch.Tensor]]:
+def unpack_piece(value: Any, packed: torch.Tensor | None) -> tuple[RowLayout, list[torch.Tensor]]:
     """What `pack_piece` was given, each [count, width]."""
     types = {**TYPES, "int64": torch.int64, "int32": torch.int32}
     try:

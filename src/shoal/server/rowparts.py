@@ -78,6 +78,11 @@ class RowParts:
             total.index_copy_(0, places, total.index_select(0, places).add_(one.rows))
         return RowGradient(ids, total)
 
+    def look(self, step: int, parts: Sequence[int]) -> RowGradient | None:
+        """The same for who only asks: a question may overtake the parts it is about; None if one is still to come."""
+        coming = any(not self.has(step, part) and not self.is_over(step, part) for part in parts)
+        return None if coming else self.sum(step, parts)
+
     def finish(self, step: int, parts: Sequence[int], floor: int, norm: float | None = None) -> None:
         """Remember parts as done, and forget whatever is about steps before the floor."""
         self._floor = max(self._floor, floor)

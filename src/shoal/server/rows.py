@@ -209,18 +209,19 @@ class Rows(Machine):
         terms = self._set
         return keyed_rows(terms.seed, terms.name, ids, terms.dim, terms.std, self._dtype)
 
-    def _gradient(self, op: Operation) -> Answer:
-        """What an update of these parts would use, before its factor."""
-        found = self._parts.sum(op.clock, _parts(op))
+    def _gradient(self, op: Operation) -> Answer | None:
+        """What an update of these parts would use, before its factor; not before all of them are here."""
+        if (found := self._parts.look(op.clock, _parts(op))) is None:
+            return None
         return Answer({"count": found.ids.size}, pack(torch.from_numpy(found.ids), found.rows))
 
-    def _squares(self, op: Operation) -> Answer:
+    def _squares(self, op: Operation) -> Answer | None:
         """The sum of its squares; of a step whose update is made, the norm that it had."""
         parts = _parts(op)
         if all(self._parts.is_over(op.clock, part) for part in parts):
             return Answer({"norm": self._parts.norms.get(op.clock)})
-        found = self._parts.sum(op.clock, parts)
-        return Answer([float(torch.linalg.vector_norm(found.rows)) ** 2])
+        found = self._parts.look(op.clock, parts)
+        return None if found is None else Answer([float(torch.linalg.vector_norm(found.rows)) ** 2])
 
     def _dump(self, op: Operation) -> Answer:
         """The next rows by id: `after` is the `last` of the piece before, at first -1. The end is an empty piece."""
@@ -236,9 +237,8 @@ class Rows(Machine):
         return {"name": self._set.name, **counts, "staged": len(self._parts), "version": self._version}
 
     def metrics(self) -> dict[str, float]:
-        if self._terms is None:
-            return {}
-        return {key: float(value) for key, value in self.facts().items() if key != "name"}
+        facts = {} if self._terms is None else self.facts()
+        return {key: float(value) for key, value in facts.items() if key != "name"}
 
     def snapshot(self) -> tuple[Any, torch.Tensor]:
         if self._terms is None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shoal.server.columns import Column
-from shoal.server.packing import Layout
+from shoal.server.packing import RowLayout
 from shoal.server.rowwise import STEP
 from shoal.server.slots import ABSENT, Ids, Slots
 
@@ -43,7 +43,7 @@ class RowTable:
         return len(self.columns[ID])
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         return [(name, column.dtype, column.width) for name, column in self.columns.items()]
 
     @property

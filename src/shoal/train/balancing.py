@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.balance.base import Balance, Sharer, Terms
+from shoal.balance.base import Balance, Basis, Sharer
 from shoal.balance.deal import slowest
 from shoal.balance.remembered import check_speeds, default_path, keep, key_of, recall
 from shoal.data.loader import Loader
@@ -145,8 +145,8 @@ class Balancing:
     def _start(self, step: int, known: tuple[float, ...]) -> None:
         feed = self._loader.feed
         units = max(feed.global_batch // self._grain, feed.size)
-        terms = Terms(feed.size, units, self._loader.lag, known, self._limits(()))
-        sharer = self._sharer = self._chosen.start(terms)
+        basis = Basis(feed.size, units, self._loader.lag, known, self._limits(()))
+        sharer = self._sharer = self._chosen.start(basis)
         self._now = sharer.shares
         self._loader.reshare(step, sharer.shares)
 

@@ -11,7 +11,7 @@ or in the tail no matter how its parameter was cut, so all exchanges round alike
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,12 +105,18 @@ def pieces_of(bucket: Bucket, start: int, stop: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def gaps_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """The ranges of a bucket that no parameter uses."""
-    edges = [(place.start, place.start + place.numel) for place in bucket.places]
-    ends = [0, *(stop for _, stop in edges)]
-    starts = [*(start for start, _ in edges), bucket.size]
-    return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+def gaps_of(pieces: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """The ranges of a vector that no piece, given by start and length, covers.
+
+    >>> gaps_of([(0, 3), (4, 2)], 8)
+    [(3, 4), (6, 8)]
+    """
+    found, end = [], 0
+    for start, numel in sorted([*pieces, (size, 0)]):
+        if start > end:
+            found.append((end, start))
+        end = max(end, start + numel)
+    return found
 
 
 def _close(

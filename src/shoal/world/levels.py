@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.world.reach import Layout, Reach, meet
-from shoal.world.shm_flat import numbers
+from shoal.world.hosts import group_ranks
+from shoal.world.reach import Reach, Seating, meet
+from shoal.world.shm_flat import numbers, numbers_and_back
 from shoal.world.shm_ops import pieces
 from shoal.world.stages import Stages, Step, Work
 
@@ -44,18 +45,16 @@ def as_levels(hosts: Sequence[str]) -> list[list[int]] | None:
     >>> as_levels(["a", "a", "b"]) is None and as_levels(["a", "b"]) is None and as_levels(["a", "a"]) is None
     True
     """
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    counts = {len(ranks) for ranks in by_host.values()}
-    return list(by_host.values()) if len(by_host) > 1 and len(counts) == 1 and min(counts) > 1 else None
+    found = group_ranks(hosts)
+    counts = {len(ranks) for ranks in found}
+    return found if len(found) > 1 and len(counts) == 1 and min(counts) > 1 else None
 
 
 class Levels:
     """The collectives of one group. Each returns at once and goes on by itself."""
 
     def __init__(self, store: Store, label: str, hosts: list[list[int]], rank: int) -> None:
-        self.layout = Layout.of(hosts, rank)
+        self.seating = Seating.of(hosts, rank)
         self._store, self._label = store, label
         self._stages = Stages(4, f"shoal-levels-{rank}")
         self._lock = threading.Lock()
@@ -64,21 +63,21 @@ class Levels:
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum over all ranks, in place."""
-        flat, last = _flat(tensor)
-        size = self.layout.size
+        flat, last = numbers_and_back(tensor)
+        size = self.seating.size
         step = max(CHUNK // flat.itemsize // size, 1) * size
         steps: list[list[Step]] = []
         for chunk in pieces(flat, step):
             spare = -chunk.numel() % size
             padded = torch.cat([chunk, chunk.new_zeros(spare)]) if spare else chunk
             parts = padded.chunk(size)
-            one = [*self._sum(parts, parts[self.layout.rank]), *self._gather(parts)]
+            one = [*self._sum(parts, parts[self.seating.rank]), *self._gather(parts)]
             steps.append(_and_then(one, chunk, padded) if spare else one)
         return self._hand_in(steps, last)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
         """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
-        flat, last = _flat(out)
+        flat, last = numbers_and_back(out)
         whole = numbers(tensor)
         steps: list[list[Step]] = []
         for target, parts in self._pieces(flat, whole):
@@ -87,15 +86,15 @@ class Levels:
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
-        flat, last = _flat(out)
+        flat, last = numbers_and_back(out)
         steps: list[list[Step]] = []
         for mine, parts in self._pieces(numbers(part).view(torch.uint8), flat.view(torch.uint8)):
-            steps.append([_place(mine, parts[self.layout.rank]), _nothing, *self._gather(parts)])
+            steps.append([_place(mine, parts[self.seating.rank]), _nothing, *self._gather(parts)])
         return self._hand_in(steps, last)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Everybody gets rank `source`'s tensor."""
-        flat, last = _flat(tensor)
+        flat, last = numbers_and_back(tensor)
         steps: list[list[Step]] = []
         for chunk in pieces(flat.view(torch.uint8), CHUNK):
             steps.append([_nothing, _nothing, *self._spread(chunk, source)])
@@ -116,7 +115,7 @@ class Levels:
             return self._stages.hand_in([*all_steps[-1][:-1], _all_of([all_steps[-1][-1], *last])])
 
     def _meet(self) -> None:
-        self._reach = meet(self._store, self._label, self.layout)
+        self._reach = meet(self._store, self._label, self.seating)
 
     def _there(self) -> Reach:
         assert self._reach is not None  # the first work in the line has seen to it
@@ -124,8 +123,8 @@ class Levels:
 
     def _pieces(self, one: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """A slice, and all slices of the whole, cut alike so that all slices together make a chunk."""
-        step = max(CHUNK // whole.itemsize // self.layout.size, 1)
-        slices = whole.chunk(self.layout.size)
+        step = max(CHUNK // whole.itemsize // self.seating.size, 1)
+        slices = whole.chunk(self.seating.size)
         for start in range(0, one.numel(), step):
             yield one[start : start + step], [part[start : start + step] for part in slices]
 
@@ -180,15 +179,6 @@ class Routes:
 
 def _nothing() -> None:
     """A stage that a collective passes by, in its turn."""
-
-
-def _flat(tensor: Tensor) -> tuple[Tensor, list[Step]]:
-    """A flat tensor to work on, and how to bring it back if `tensor` has strides."""
-    flat = numbers(tensor)
-    if tensor.is_contiguous():
-        return flat, []
-    target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return flat, [lambda: target.copy_(flat.view(target.shape))]
 
 
 def _place(mine: Tensor, there: Tensor) -> Step:

@@ -38,7 +38,7 @@ _AnyOptions = TypeVar("_AnyOptions", bound=_Options)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Seating:
     """Who sits where."""
 
     hosts: tuple[tuple[int, ...], ...]
@@ -49,15 +49,15 @@ class Layout:
     """Which of its host's workers this one is."""
 
     @staticmethod
-    def of(hosts: Sequence[Sequence[int]], rank: int) -> Layout:
+    def of(hosts: Sequence[Sequence[int]], rank: int) -> Seating:
         """This rank's place.
 
-        >>> layout = Layout.of([[0, 2], [1, 3]], rank=3)
-        >>> layout.host, layout.place, layout.peers
+        >>> seating = Seating.of([[0, 2], [1, 3]], rank=3)
+        >>> seating.host, seating.place, seating.peers
         (1, 1, [2, 3])
         """
         host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-        return Layout(tuple(map(tuple, hosts)), rank, host, list(hosts[host]).index(rank))
+        return Seating(tuple(map(tuple, hosts)), rank, host, list(hosts[host]).index(rank))
 
     @property
     def width(self) -> int:
@@ -75,7 +75,7 @@ class Layout:
 
     def seat(self, rank: int) -> tuple[int, int]:
         """Host and place of a rank."""
-        other = Layout.of(self.hosts, rank)
+        other = Seating.of(self.hosts, rank)
         return other.host, other.place
 
 
@@ -84,83 +84,83 @@ class Reach:
 
     def __init__(
         self,
-        layout: Layout,
+        seating: Seating,
         here: tuple[SharedMemoryGroup, SharedMemoryGroup] | None,
         across: tuple[ProcessGroup, ProcessGroup],
     ) -> None:
-        self._layout = layout
+        self._seating = seating
         self._here = here
         self._across = across
 
     def sum_here(self, parts: Sequence[Tensor]) -> Tensor:
         """For every host, the sum over this host's workers of the part for this worker's peer there."""
-        layout = self._layout
-        rows = parts[0].new_empty(len(layout.hosts), parts[0].numel())
+        seating = self._seating
+        rows = parts[0].new_empty(len(seating.hosts), parts[0].numel())
         if self._here is None:
-            for row, peer in zip(rows, layout.peers, strict=True):
+            for row, peer in zip(rows, seating.peers, strict=True):
                 row.copy_(parts[peer])
         else:
-            wanted = [[parts[rank] for rank in ranks] for ranks in layout.hosts]
+            wanted = [[parts[rank] for rank in ranks] for ranks in seating.hosts]
             self._here[0].reduce_scatter(list(rows), wanted, _now(c10d.ReduceScatterOptions())).wait()
         return rows.view(-1)
 
     def sum_across(self, rows: Tensor, out: Tensor) -> None:
         """`out` becomes the sum of the rows that all hosts have for this worker."""
-        ScatteredSum(self._across[0], out, rows, self._layout.host, len(self._layout.hosts)).wait()
+        ScatteredSum(self._across[0], out, rows, self._seating.host, len(self._seating.hosts)).wait()
 
     def gather_across(self, parts: Sequence[Tensor]) -> None:
         """The parts of those with this place, each into its own."""
-        theirs = [parts[peer] for peer in self._layout.peers]
-        GatheredParts(self._across[1], theirs, theirs[self._layout.host], self._layout.host).wait()
+        theirs = [parts[peer] for peer in self._seating.peers]
+        GatheredParts(self._across[1], theirs, theirs[self._seating.host], self._seating.host).wait()
 
     def gather_here(self, parts: Sequence[Tensor]) -> None:
         """The parts that the others of this host have got."""
         if self._here is not None:
-            slots = [[parts[rank] for rank in ranks] for ranks in self._layout.hosts]
-            mine = [parts[peer] for peer in self._layout.peers]
+            slots = [[parts[rank] for rank in ranks] for ranks in self._seating.hosts]
+            mine = [parts[peer] for peer in self._seating.peers]
             self._here[1].allgather(slots, mine, _now(c10d.AllgatherOptions())).wait()
 
     def broadcast_across(self, data: Tensor, source: int) -> None:
         """One worker of each host gets it, from host to host."""
-        host, place = self._layout.seat(source)
-        if place == self._layout.place:
+        host, place = self._seating.seat(source)
+        if place == self._seating.place:
             self._across[1].broadcast([data], from_rank(host)).wait()
 
     def broadcast_here(self, data: Tensor, source: int) -> None:
         """That worker gives it to the others of its host."""
         if self._here is not None:
-            self._here[1].broadcast([data], _now(from_rank(self._layout.seat(source)[1]))).wait()
+            self._here[1].broadcast([data], _now(from_rank(self._seating.seat(source)[1]))).wait()
 
 
-def meet(store: Store, label: str, layout: Layout) -> Reach:
-    """Make the groups; every rank of the layout calls it."""
+def meet(store: Store, label: str, seating: Seating) -> Reach:
+    """Make the groups; every rank of the seating calls it."""
     # A store's connection is busy while someone waits for a key, and the caller's thread may need it meanwhile.
     own = PrefixStore(label, store.clone())  # type: ignore[attr-defined]  # torch does not declare it
-    here = _within(PrefixStore(f"host{layout.host}", own), layout)
-    own.set(f"shared{layout.rank}", "yes" if here else "no")
-    if not all(own.get(f"shared{rank}") == b"yes" for rank in range(layout.size)):
-        if layout.rank == 0:
+    here = _within(PrefixStore(f"host{seating.host}", own), seating)
+    own.set(f"shared{seating.rank}", "yes" if here else "no")
+    if not all(own.get(f"shared{rank}") == b"yes" for rank in range(seating.size)):
+        if seating.rank == 0:
             print(
-                f"shoal: a host of {layout.width} workers has no shared memory for collectives on two levels; "
+                f"shoal: a host of {seating.width} workers has no shared memory for collectives on two levels; "
                 "they go over the network from every worker, which is slower.",
                 file=sys.stderr,
                 flush=True,
             )
-        here, layout = None, Layout.of([[rank] for rank in range(layout.size)], layout.rank)
-    place = PrefixStore(f"place{layout.place}", own)
+        here, seating = None, Seating.of([[rank] for rank in range(seating.size)], seating.rank)
+    place = PrefixStore(f"place{seating.place}", own)
     first, second = (
-        gloo_group(PrefixStore(name, place), layout.host, len(layout.hosts), TIMEOUT)
+        gloo_group(PrefixStore(name, place), seating.host, len(seating.hosts), TIMEOUT)
         for name in ("sums", "parts")
     )
-    return Reach(layout, here, (first, second))
+    return Reach(seating, here, (first, second))
 
 
-def _within(store: Store, layout: Layout) -> tuple[SharedMemoryGroup, SharedMemoryGroup] | None:
+def _within(store: Store, seating: Seating) -> tuple[SharedMemoryGroup, SharedMemoryGroup] | None:
     if not supported():
         return None
     try:
         first, second = (
-            SharedMemoryGroup(PrefixStore(name, store), layout.place, layout.width, TIMEOUT)
+            SharedMemoryGroup(PrefixStore(name, store), seating.place, seating.width, TIMEOUT)
             for name in ("sums", "parts")
         )
     except SharedMemoryUnavailable:

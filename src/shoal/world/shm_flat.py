@@ -31,21 +31,13 @@ class Batch:
 
     def numbers(self, tensor: Tensor) -> Tensor:
         """A flat tensor to reduce into; if `tensor` has strides it is copied back at the end."""
-        flat = numbers(tensor)
-        if not tensor.is_contiguous():
-            self._copy_back(tensor, flat)
+        flat, after = numbers_and_back(tensor)
+        self.after += after
         return flat
 
     def bytes(self, tensor: Tensor) -> Tensor:
         """The same as flat bytes, to move into."""
-        flat = numbers(tensor)
-        if not tensor.is_contiguous():
-            self._copy_back(tensor, flat)
-        return flat.view(torch.uint8)
-
-    def _copy_back(self, tensor: Tensor, flat: Tensor) -> None:
-        target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        self.after.append(lambda: target.copy_(flat.view(target.shape)))
+        return self.numbers(tensor).view(torch.uint8)
 
 
 def _chain(all_rounds: Sequence[Rounds]) -> Rounds:
@@ -60,6 +52,15 @@ def numbers(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
+
+
+def numbers_and_back(tensor: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
+    """The same to work on, and how to bring it back if `tensor` has strides."""
+    flat = numbers(tensor)
+    if tensor.is_contiguous():
+        return flat, []
+    target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return flat, [lambda: target.copy_(flat.view(target.shape))]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -278,7 +278,7 @@ class World:
     def _way(self, tensor: torch.Tensor, nbytes: int) -> Levels | None:
         """Two levels or one, for a tensor of that size; count what it sends: on two as much, and less of it leaves."""
         levels = self.levels if tensor.nbytes >= BORDER else None
-        self.traffic.count(nbytes, self._elsewhere / (1 if levels is None else levels.layout.width))
+        self.traffic.count(nbytes, self._elsewhere / (1 if levels is None else levels.seating.width))
         return levels
 
     @property
