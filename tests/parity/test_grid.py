@@ -28,7 +28,7 @@ SHARED = [
     for name, kind in EXCHANGES.items()
     if name != "solo" and kind.promise is Promise.EXACT and not kind.whole_models
 ]
-STEPS = 6
+STEPS = 4
 LIMIT = 1e-10
 REFUSED = {
     ("unused", "tp2"): "finds nothing to cut",

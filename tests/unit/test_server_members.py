@@ -6,12 +6,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
+from shoal.server.coordinator import GENERATION_BITS, Coordinator
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
-from shoal.server.machine import Operation
+from shoal.server.machine import Operation, Refused
 from shoal.server.message import Kind, Message
 from shoal.server.node import COORDINATOR
 from shoal.server.post import Post, new_id, same_host
@@ -60,6 +62,21 @@ def test_exactly_one_completes_a_step() -> None:
     for rank in (0, 1):
         claim(machine, rank, stop=4)
     assert [done(machine, 0, rank)["complete"] for rank in (1, 0)] == [False, True]
+
+
+def test_who_is_at_work_is_not_replaced_by_one_who_only_said_that_it_comes() -> None:
+    machine = ledger()
+    for worker in (20, 9):  # 20 takes the place of 10; 9 came between them and ended, and its word was late
+        machine.apply(Operation("join", args={"rank": 0, "model": None}, client=worker))
+    assert claim(machine, 10, stop=2)["part"] == 0
+    with pytest.raises(Refused, match="replaced by another"):
+        claim(machine, 0, stop=2)
+    machine.apply(Operation("lost", args={"worker": 9}, client=COORDINATOR))
+    assert machine.status()["workers"] == 2
+    assert [worker for worker, _ in machine.status()["ids"]] == [11, 20]
+    machine.apply(Operation("join", args={"rank": 0, "model": None}, client=8))
+    machine.apply(Operation("lost", args={"worker": 20}, client=COORDINATOR))
+    assert machine.lost == {0}, "whether 8 goes to work, nobody knows"
 
 
 def test_a_worker_that_leaves_holds_nobody_up() -> None:
@@ -111,6 +128,26 @@ def test_a_server_with_the_only_copy_that_stays_silent_ends_the_job() -> None:
     tide.network.stop(victim, 1000.0)
     tide.network.run(7 * SILENCE)
     assert "all servers that held" in tide.coordinator.view.failed
+
+
+def test_who_takes_over_is_told_who_has_ended_and_does_not_wait_for_them() -> None:
+    chains = ((7, 8),)
+    view = View(5, chains, {7: "", 8: ""}, ("ledger",), 2, "", 2, {7: 0, 8: 1}, 1, {7: 1, 8: 1})
+    sent: list[tuple[int, Message]] = []
+    new = Coordinator(2, lambda who, message: sent.append((who, message)))
+    new.gone(8, 0.0)
+    new.gone(21, 0.0)  # a worker
+    told = {"role": "server", "slot": 0, "address": "", "whole": [0], "view": view.to_meta()}
+    told |= {"promised": 2 << GENERATION_BITS, "at": 0.1, "load": {}}
+    new.on_message(7, Message(Kind.ALIVE, 5, client=7, meta=told), 0.1)
+    new.on_time(0.2)
+    assert new.view.chains == ((7,),), "the one that is left serves alone, at once"
+    question = next(m for _, m in sent if m.kind == Kind.ASK)
+    ids = {"ids": [[21, 0], [22, 1]]}
+    new.on_message(7, replace(question, kind=Kind.REPLY, meta=[0, ids]), 0.3)
+    new.on_time(0.4)
+    lost = [m.meta[1]["worker"] for _, m in sent if m.kind == Kind.CALL]
+    assert lost == [21], "its part is free, and the other may still speak"
 
 
 def test_a_worker_lost_while_there_is_no_coordinator_is_missed_by_the_next() -> None:

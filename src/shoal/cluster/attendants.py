@@ -22,6 +22,8 @@ from shoal.server.post import new_id
 from shoal.server.wire import LOOPBACK
 
 _PR_SET_NAME = 15
+_GONE = 256
+"""How many of those who have ended a new coordinator is told."""
 
 Watch = Callable[[int, Callable[[], None]], None]
 
@@ -49,6 +51,8 @@ class Attendants:
         self._watched: dict[int, int] = {}
         """Process -> the descriptor that tells of its end."""
         self._to_coordinator = -1
+        self._gone: list[int] = []
+        """Who has ended of late, for a coordinator that is started after that."""
         self._ends: list[float] = []
         self._ended = False
 
@@ -80,6 +84,8 @@ class Attendants:
         if self._to_coordinator >= 0:
             os.close(self._to_coordinator)
         self._to_coordinator = tells
+        for who in self._gone:
+            os.write(tells, who.to_bytes(8, "little"))
         found = os.read(reads, 4096).decode()
         os.close(reads)
         if not found and not self.address:
@@ -92,7 +98,8 @@ class Attendants:
         self._fork(listen, slot, me, lambda: serve(address, keys, listen, slot=slot, me=me))
 
     def tell_gone(self, who: int) -> None:
-        """Let the coordinator know that somebody has ended."""
+        """Let the coordinator know that somebody has ended, and whoever takes over from it."""
+        self._gone = [*self._gone[1 - _GONE :], who]
         if self._to_coordinator >= 0:
             try:
                 os.write(self._to_coordinator, who.to_bytes(8, "little"))

@@ -18,4 +18,5 @@ def root_of_sum(squares: float, owners: World, model_world: World) -> float:
 
 def sum_of_squares(vectors: Iterable[torch.Tensor]) -> float:
     """Σ v² in double precision over the vectors' own norms."""
-    return sum(float(torch.linalg.vector_norm(v)) ** 2 for v in vectors)
+    norms = [float(torch.linalg.vector_norm(v)) for v in vectors]
+    return sum(norm * norm for norm in norms)  # not ** 2, which raises where a product is infinite

@@ -61,6 +61,7 @@ class Coordinator:
         self.servers: dict[int, Server] = {}
         self.workers: dict[int, Worker] = {}
         self.met: set[int] = set()  # every worker that has ever spoken
+        self._ended: set[int] = set()  # everybody that somebody has seen end
         self.view = View()
         self.terms: ServiceTerms | None = None
         # Whoever takes over waits for those who know more; the first of all has nothing to learn.
@@ -94,7 +95,8 @@ class Coordinator:
             self._release(source)
 
     def gone(self, who: int, now: float) -> None:
-        """A process has ended, as its launcher or its host saw."""
+        """A process has ended, as its launcher or its host saw: now, or before this coordinator was there."""
+        self._ended.add(who)
         if who in self.servers:
             self.servers[who].gone = True
         else:
@@ -141,7 +143,8 @@ class Coordinator:
         """Those of whom the ledger knows may have ended while nobody looked: they are expected to speak."""
         if found.answer is not None and not found.refusal:
             for worker, rank in found.answer.value["ids"]:
-                self.workers.setdefault(worker, Worker(self._client.now, rank))
+                heard = -math.inf if worker in self._ended else self._client.now
+                self.workers.setdefault(worker, Worker(heard, rank))
 
     def _hear_server(self, source: int, told: dict[str, Any], now: float) -> None:
         known = View.from_meta(told["view"])
@@ -162,7 +165,7 @@ class Coordinator:
             server.whole = would_hold(self.view, source, known.epoch, {int(n) for n in told["whole"]})
             heads = {shard for shard, chain in enumerate(self.view.chains) if chain[0] == source}
             self._dirty = self._dirty or bool(heads - server.whole)
-        met = {s for s, server in self.servers.items() if server.met}
+        met = self._ended | {s for s, server in self.servers.items() if server.met}
         if self._learning_until is not None and self.view.chains and met >= set(self.view.addresses):
             self._learning_until = now  # all have reported
 
@@ -174,7 +177,8 @@ class Coordinator:
         for server in self.servers.values():
             server.met, server.whole = False, set()  # that was for another view
         for who, address in known.addresses.items():
-            self.servers.setdefault(who, Server(address, now, known.slots.get(who, -1)))
+            made = Server(address, now, known.slots.get(who, -1), gone=who in self._ended)
+            self.servers.setdefault(who, made)
 
     def _confirmation(self, at: float | None) -> Message:
         """To a server: who the coordinator is, and when it said what has been heard of it."""
@@ -248,9 +252,8 @@ class Coordinator:
 
     def _news(self) -> Message:
         """For workers: how the servers are."""
-        busy = [
-            round(self.servers[s].load.get("busy", 0.0), 3) for s in self.view.addresses if s in self.servers
-        ]
+        known = [self.servers[s].load for s in self.view.addresses if s in self.servers]
+        busy = [round(load.get("busy", 0.0), 3) for load in known]
         return Message(Kind.ALIVE, self.view.epoch, meta={"whole": self.whole, "busy": busy})
 
     def _in_doubt(self, now: float) -> bool:

@@ -245,7 +245,8 @@ class Dense(Machine):
         found = self._look(shard, op)
         if found is None:
             return None
-        return Answer([float(torch.linalg.vector_norm(found[start:stop])) ** 2 for start, stop in ranges])
+        norms = [float(torch.linalg.vector_norm(found[start:stop])) for start, stop in ranges]
+        return Answer([norm * norm for norm in norms])  # not ** 2, which raises where a product is infinite
 
     def _look(self, shard: DenseShard, op: Operation) -> torch.Tensor | None:
         """The gradient of the parts that a question names; None if one is not staged yet."""

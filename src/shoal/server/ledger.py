@@ -37,7 +37,7 @@ class Ledger(Machine):
         """Every step before it is over: done, and applied."""
         self.steps: dict[int, Step] = {}
         self.ranks: dict[int, int] = {}
-        """Worker -> its rank."""
+        """Worker -> its rank, in the order in which they came."""
         self.lost: set[int] = set()
         """Ranks whose worker is lost and has not come back."""
         self.memo: Any = None
@@ -55,15 +55,18 @@ class Ledger(Machine):
         return Answer(getattr(self, f"_{op.name}")(op) if op.name in _CALLS else _refuse(op.name))
 
     def _join(self, op: Operation) -> dict[str, Any]:
-        """A worker is there. One of the same rank was there before it: that one is gone."""
+        """A worker is there. One of the same rank was there before it: that one is gone, if this one goes to work.
+
+        It may have ended long ago, and only its word have been late.
+        """
         rank, model = int(op.args["rank"]), op.args["model"]
         if self.model is None:
             self.model = model
         if model != self.model:
             raise Refused(disagreement(self.model, model, rank))
-        for worker in [w for w, r in self.ranks.items() if r == rank and w != op.client]:
+        self.ranks.pop(op.client, None)
+        for worker in self._of_rank(rank):
             self._release(worker)
-            del self.ranks[worker]
         self.ranks[op.client] = rank
         self.lost.discard(rank)
         return {"ready": self.ready, "oldest": self.oldest, "memo": self.memo}
@@ -95,6 +98,9 @@ class Ledger(Machine):
         if op.client not in self.ranks:
             raise Refused("this worker has been replaced by another of its rank")
         rank = self.ranks[op.client]
+        of_rank = self._of_rank(rank)
+        for worker in of_rank[: of_rank.index(op.client)]:
+            del self.ranks[worker]
         self.lost.discard(rank)
         if op.args["applied"] is not None and int(op.args["applied"]) == self.oldest:
             self._over(self.oldest, op.args["memo"])
@@ -140,8 +146,11 @@ class Ledger(Machine):
         """A worker has ended, or has been silent for too long."""
         worker = int(op.args["worker"])
         freed = self._release(worker)
-        if worker in self.ranks:
+        of_rank = self._of_rank(self.ranks[worker]) if worker in self.ranks else []
+        if of_rank[:1] == [worker]:  # others have not gone to work
             self.lost.add(self.ranks[worker])
+        if len(of_rank) > 1:
+            del self.ranks[worker]
         return {"freed": freed}
 
     # Questions.
@@ -203,6 +212,9 @@ class Ledger(Machine):
                 return step, -1
             step += 1
         return None
+
+    def _of_rank(self, rank: int) -> list[int]:
+        return [worker for worker, other in self.ranks.items() if other == rank]
 
     def _unclaimed(self, step: Step, part: int) -> bool:
         return part not in step.done and step.claimed.get(part, FREE) == FREE

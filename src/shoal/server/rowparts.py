@@ -24,6 +24,11 @@ class RowGradient:
     ids: Ids
     rows: torch.Tensor
 
+    def squares(self) -> float:
+        """Σ g²."""
+        norm = float(torch.linalg.vector_norm(self.rows))
+        return norm * norm  # not ** 2, which raises where the product is infinite
+
 
 class RowParts:
     """What is staged and what is done, by step and part."""

@@ -221,7 +221,7 @@ class Rows(Machine):
         if all(self._parts.is_over(op.clock, part) for part in parts):
             return Answer({"norm": self._parts.norms.get(op.clock)})
         found = self._parts.look(op.clock, parts)
-        return None if found is None else Answer([float(torch.linalg.vector_norm(found.rows)) ** 2])
+        return None if found is None else Answer([found.squares()])
 
     def _dump(self, op: Operation) -> Answer:
         """The next rows by id: `after` is the `last` of the piece before, at first -1. The end is an empty piece."""

@@ -69,6 +69,9 @@ class Parts:
     def recall(self, told: list[float] | None) -> None:
         """Go on as another worker's memo says."""
         if told is not None:
+            self.exchange.rescale(
+                float(told[1]) / self.scale.value
+            )  # what has waited was of the scale before
             self.count_per_sample, self.scale.value = float(told[0]), float(told[1])
             self.scale.good_steps = int(told[2])
 
