@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shoal.server.link as link_file
 from shoal.errors import ConfigError
+from shoal.server.coordinator import Coordinator
 from shoal.server.host import Threads
 from shoal.server.keys import JobKeys
 from shoal.server.lending import Lent, own_address, source_of
@@ -42,6 +45,8 @@ def work(world: World, hosts: Hosts, where: list[int], keys: Path, fault: str) -
     `fault`: what is wrong with the second worker.
     """
     rank = world.rank
+    if fault:
+        link_file.LENDER_SECONDS = 0.5
     hosts.enter(where[rank])
     servers = None
     if rank == 0:
@@ -64,6 +69,8 @@ def work(world: World, hosts: Hosts, where: list[int], keys: Path, fault: str) -
     while servers is not None and {w.address for w in known_to(servers)} != addresses:
         time.sleep(0.02)  # until everybody's sign of life has come
     world.barrier()
+    if rank == 1 and fault == "late":
+        time.sleep(2.0)
     before = wire.received_bytes
     exchange.start(0, None)
     told = {
@@ -102,12 +109,12 @@ def test_along_a_tree_of_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert max(came[0], came[2]) < 0.5, "made here, or read in the memory of the host"
 
 
-@pytest.mark.parametrize("fault", ["unreachable", "empty"])
+@pytest.mark.parametrize("fault", ["unreachable", "empty", "late"])
 def test_who_gets_none_asks_the_servers(hosts: Hosts, tmp_path: Path, fault: str) -> None:
     found = spawn(work, 3, hosts, [0, 1, 1], tmp_path / "keys", fault)
     assert [said["lender"] for said in found] == [None, 0, 1]
-    assert found[2]["fresh"] == -1
-    assert found[2]["came"] > 1.0
+    assert found[2]["fresh"] == 0
+    assert 1.0 < found[2]["came"] < 1.5, "over the wire, from the servers, and once"
     for said in found:
         assert said["losses"] == pytest.approx(solo_losses(3), rel=1e-12)
 
@@ -145,8 +152,10 @@ def test_nobody_is_sent_to_one_that_cannot_be_reached() -> None:
 
 
 def test_no_values_yet_then_values_then_none_any_more() -> None:
-    lent, question = Lent(), Message(Kind.ASK, shard=1, client=7, seq=3)
-    assert lent.answer(question, 0.0).meta == [0, {"wait": True}]
+    lent, question = Lent(5), Message(Kind.ASK, shard=1, client=7, seq=3, meta=["values", {"of": 5}])
+    assert lent.answer(question, 0.0).meta == [0, {"wait": True, "begun": False}]
+    lent.begun = True
+    assert lent.answer(question, 0.0).meta == [0, {"wait": True, "begun": True}]
     values = torch.arange(5.0)
     lent.add(12, 1, values, 0.0)
     values.zero_()  # training goes on, and what is lent stays
@@ -154,11 +163,43 @@ def test_no_values_yet_then_values_then_none_any_more() -> None:
     assert (said.kind, said.client, said.seq, said.meta) == (Kind.REPLY, 7, 3, [0, {"step": 12}])
     assert said.tensor is not None
     assert said.tensor.tolist() == [0, 1, 2, 3, 4]
-    assert lent.answer(Message(Kind.ASK, shard=2), 1.0).meta == [0, {"wait": True}], "it may still come"
+    assert lent.answer(replace(question, shard=2), 1.0).meta[1]["wait"], "it may still come"
+    asked = lent.answer(replace(question, meta=["lends", {"of": 5}]), 1.0)
+    assert (asked.meta, asked.tensor, asked.where) == ([0, {"step": 12}], None, None)
+    assert lent.answer(replace(question, meta=["values", {"of": 6}]), 1.0).meta == [0, {}], (
+        "another was meant"
+    )
     lent.on_time(5.9)
     assert not lent.over, "it was asked for five seconds ago"
     lent.on_time(6.1)
-    assert lent.answer(question, 7.0).meta == [0, {"wait": False}]
+    assert lent.answer(question, 7.0).meta == [0, {"wait": False, "begun": True}]
+
+
+def test_a_worker_in_anothers_place_is_not_sent_to_that_one() -> None:
+    sent: list[Message] = []
+    coordinator = Coordinator(1, lambda _, message: sent.append(message))
+
+    def says(who: int, rank: int) -> None:
+        told = {
+            "role": "worker",
+            "rank": rank,
+            "held": 0.0,
+            "terms": None,
+            "address": f"tcp://10.0.0.1:{who}",
+        }
+        coordinator.on_message(who, Message(Kind.ALIVE, client=who, meta=told), 0.0)
+
+    first, dead, heir = 2**16, 2**16 + 1, 2**16 + 2
+    says(dead, 0)
+    says(heir, 0)
+    says(first, 1)
+    sent.clear()
+    coordinator.on_message(first, Message(Kind.ASK, client=first, seq=4, meta=["source", None]), 0.0)
+    assert [(m.kind, m.seq, m.meta) for m in sent] == [
+        (Kind.REPLY, 4, [0, (heir, f"tcp://10.0.0.1:{heir}", False)])
+    ]
+    coordinator.on_message(first, Message(Kind.ASK, client=first, seq=5, meta=["values", None]), 0.0)
+    assert len(sent) == 1, "it has no values"
 
 
 def test_workers_listen_only_where_servers_are_elsewhere() -> None:

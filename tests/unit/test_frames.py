@@ -83,14 +83,14 @@ def signed(head: bytes, meta: bytes, payload: bytes | None = None) -> list[bytes
 
 
 def with_meta(meta: bytes) -> list[bytes]:
-    return signed(HEAD.pack(MAGIC, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, len(meta)), meta)
+    return signed(HEAD.pack(MAGIC, frame.VERSION, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, len(meta)), meta)
 
 
 def header(**changed: int | bytes) -> list[bytes]:
     """A message that is right but for the fields named."""
     names = ["magic", "version", "kind", "dtype", "codec", "flags", "shard", *FIELDS[1:2], *FIELDS[3:]]
     names += ["payload", "meta"]
-    values: list[Any] = [MAGIC, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 2]
+    values: list[Any] = [MAGIC, frame.VERSION, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 2]
     for name, value in changed.items():
         values[names.index(name)] = value
     return signed(HEAD.pack(*values), b"\x91\xc0", b"12345678")
@@ -241,7 +241,7 @@ def test_what_nobody_would_take_is_not_sent(message: Message) -> None:
         ([b"x"] * 4, "a header of 1 bytes"),
         ([b"", b"", b""], "a header of 0 bytes"),
         (header(magic=b"HTTP"), "not of this protocol"),
-        (header(version=2), "version 2"),
+        (header(version=1), "version 1"),
         (header(kind=0), "kind 0"),
         (header(kind=200), "kind 200"),
         (header(codec=2), "codec 2"),
@@ -252,8 +252,11 @@ def test_what_nobody_would_take_is_not_sent(message: Message) -> None:
         (header(payload=2**63), f"says 2 and {2**63}"),
         (header(meta=2**32 - 1), f"says {2**32 - 1} and 8"),
         ([header()[0], b"\x91\xc1", b"12345678"], "checksum"),
-        (signed(HEAD.pack(MAGIC, 1, 1, 2, *[0] * 8, 7, 2), b"\x91\xc0", b"1234567"), "7 bytes are no tensor"),
-        (signed(HEAD.pack(MAGIC, 1, 1, 2, *[0] * 8, 0, 2), b"\x91\xc0"), "2 frames with dtype 2"),
+        (
+            signed(HEAD.pack(MAGIC, frame.VERSION, 1, 2, *[0] * 8, 7, 2), b"\x91\xc0", b"1234567"),
+            "7 bytes are no tensor",
+        ),
+        (signed(HEAD.pack(MAGIC, frame.VERSION, 1, 2, *[0] * 8, 0, 2), b"\x91\xc0"), "2 frames with dtype 2"),
         (with_meta(b""), "not a plain value"),
         (with_meta(b"\xc0"), "not a list"),
         (with_meta(b"\x90"), "not a list"),
@@ -290,7 +293,7 @@ def test_refusals_say_why(frames: list[bytes], reason: str) -> None:
 def test_a_tensor_is_not_both_here_and_elsewhere() -> None:
     meta = msgpack.packb([None, ["/proc/1/fd/2", 0, 1, 1]])
     with pytest.raises(BadFrame, match="both here and elsewhere"):
-        decode(signed(HEAD.pack(MAGIC, 1, 1, 1, *[0] * 8, 4, len(meta)), meta, b"1234"))
+        decode(signed(HEAD.pack(MAGIC, frame.VERSION, 1, 1, *[0] * 8, 4, len(meta)), meta, b"1234"))
 
 
 def test_the_deepest_value_that_is_taken() -> None:

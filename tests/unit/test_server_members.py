@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.errors import ServersLost
 from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
 from shoal.server.coordinator import GENERATION_BITS, Coordinator
+from shoal.server.host import Threads, make_machine
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
+from shoal.server.link import Link
 from shoal.server.machine import Operation, Refused
 from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR
+from shoal.server.node import COORDINATOR, Node
 from shoal.server.post import Post, new_id, same_host
 from shoal.server.slabs import Slab
 from shoal.server.view import View
 from shoal.server.wire import Wire
+from shoal.server.work import Work
 from shoal.testing.scenario import SILENCE, Tide, check
 from shoal.testing.shape import Shape
 
@@ -242,3 +247,32 @@ def test_what_is_on_its_way_is_not_sent_again_before_it_can_be_there() -> None:
     assert again[4] >= RETRY_ASK + 3.0
     small = client.call(0, "done")
     assert small.weight == 0
+
+
+def serve_where_nobody_comes(coordinator: str, ended: threading.Event) -> None:
+    """A server that is well, and tells an address that nobody can reach."""
+    with Wire(new_id(), None) as wire:
+        post = Post(wire)
+        post.know(COORDINATOR, coordinator)
+        node = Node(wire.me, "tcp://127.0.0.1:1", make_machine, post.send)
+        while not ended.is_set():
+            for source, message in post.receive(0.02):
+                node.on_message(source, message, time.monotonic())
+            node.on_time(time.monotonic())
+
+
+def test_a_worker_that_reaches_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.link.UNANSWERED_SECONDS", 0.5)
+    servers = Threads(0, None)
+    ended = threading.Event()
+    thread = threading.Thread(target=serve_where_nobody_comes, args=(servers.address, ended), daemon=True)
+    thread.start()
+    link = Link(new_id(), servers.address, None, 0, [[4096], ["ledger"], 1, 1, 60.0])
+    try:
+        with pytest.raises(ServersLost, match=r"the server at tcp://127\.0\.0\.1:1 has not answered 'join'"):
+            link.run(Work(link.client, 0, []).join())
+    finally:
+        link.close()
+        ended.set()
+        thread.join()
+        servers.close()

@@ -3,7 +3,8 @@ applied twice, nobody is further ahead than the clock allows, and all reads fit 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
@@ -30,10 +31,22 @@ def run(shape: Shape) -> Tide:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_seeded_faults(group: int) -> None:
-    kills = 0
-    for seed in range(group, SEEDS, GROUPS):
-        kills += run(shape_of(seed)).history.kills
-    assert kills > SEEDS // GROUPS // 2, "most of these jobs should have lost a server"
+    histories = [run(shape_of(seed)).history for seed in range(group, SEEDS, GROUPS)]
+    assert sum(history.kills for history in histories) > len(histories) // 2, "most should have lost a server"
+    assert sum(history.cuts for history in histories) > len(histories) // 4, "and many a coordinator"
+
+
+def test_seeds_draw_every_clock_and_every_fault() -> None:
+    shapes = [shape_of(seed) for seed in range(SEEDS)]
+    clocks = {(shape.window, shape.then, shape.backup > 0) for shape in shapes}
+    for window, then in product([0, 1, 2, -1], [None, 0, 1, 2, -1]):
+        assert (window, then, False) in clocks
+        assert ((window, then, True) in clocks) == (0 in (window, then)), (
+            "backup is for parts that go together"
+        )
+    for fault in fields(Shape):
+        if fault.name.partition("_")[2] in ("kills", "stops", "parts", "mutes", "hangs"):
+            assert any(getattr(shape, fault.name) for shape in shapes), fault.name
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, -1])
@@ -42,6 +55,51 @@ def test_many_kills_in_one_job(window: int) -> None:
     history = run(shape).history
     assert history.kills >= 3
     assert history.finished == 3
+
+
+@pytest.mark.parametrize("backup", [1, 2])
+def test_parts_that_are_left_out_are_never_applied(backup: int) -> None:
+    history = run(Shape(seed=2, workers=3, steps=40, backup=backup, server_kills=2)).history
+    named = {(step, part) for step, parts in history.updates for part in parts}
+    assert set(history.computed) - named, "nobody came too late"
+    assert len(named) == 40 * (3 - backup)
+
+
+@pytest.mark.parametrize(("window", "then"), [(0, 1), (0, -1), (2, 0), (-1, 0), (-1, 1), (1, 2)])
+def test_clocks_that_change_in_the_middle(window: int, then: int) -> None:
+    shape = Shape(seed=3, workers=3, steps=40, window=window, then=then, after=20, server_kills=2)
+    history = run(shape).history
+    for allowed, steps in ((window, range(20)), (then, range(20, 40))):
+        ahead = max(step - oldest for step, oldest in history.claims if step in steps)
+        assert (ahead > 0) == (allowed != 0), "claims are not by the clock of their step"
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_part_that_is_held_for_too_long_is_done_by_others(window: int) -> None:
+    shape = Shape(seed=4, workers=3, steps=6, window=window, patience=0.5, server_kills=0)
+    tide = Tide(shape)
+    tide.workers[1].hang = 8.0
+    tide.network.run(6.0)
+    assert tide.history.finished == 2, "the others should have gone on to the end"
+    tide.run()
+    check(tide)
+    assert len(tide.history.computed) > len(set(tide.history.computed)), "nobody else has done it"
+
+
+def test_a_worker_that_is_stopped_with_a_part_does_no_harm_when_it_goes_on() -> None:
+    twice = 0
+    for seed in range(20):
+        tide = run(Shape(seed=seed, workers=3, steps=4, window=seed % 3 - 1, worker_stops=2, server_kills=0))
+        twice += len(tide.history.computed) - len(set(tide.history.computed))
+    assert twice > 0, "all of them had nothing in hand"
+
+
+def test_coordinators_that_end_between_two_messages_of_a_view() -> None:
+    cuts = 0
+    for seed in range(40):
+        shape = replace(shape_of(seed), servers=2 + seed % 2, view_kills=3, server_stops=1)
+        cuts += run(shape).history.cuts
+    assert cuts > 60
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -222,3 +222,62 @@ def test_a_silent_server_is_not_given_up_for_one_that_has_just_ended() -> None:
     tide.coordinator.gone(ended, tide.network.now)
     tide.run()
     check(tide)
+
+
+class Takeover:
+    """A coordinator after another one, and what it has sent."""
+
+    dead = View(5, ((7, 8),), {7: "", 8: ""}, ("ledger",), 2, "", 2, {7: 0, 8: 1}, 1, {7: 1, 8: 1})
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Message]] = []
+        self.made = Coordinator(2, lambda who, message: self.sent.append((who, message)))
+        self.made.on_time(0.0)
+
+    def server(self, who: int, view: View, now: float) -> None:
+        told = {"role": "server", "slot": who % 10, "address": "", "whole": [0] if view.epoch else []}
+        told |= {"view": view.to_meta(), "promised": 2 << GENERATION_BITS, "at": now, "load": {}}
+        self.made.on_message(who, Message(Kind.ALIVE, view.epoch, client=who, meta=told), now)
+
+    def worker(self, who: int, epoch: int, now: float) -> None:
+        told = {"role": "worker", "rank": 0, "held": 0.0, "terms": [[64], ["ledger"], 2, 2, 60.0]}
+        self.made.on_message(who, Message(Kind.ALIVE, epoch, client=who, meta=told), now)
+
+    def witness(self, who: int, now: float) -> None:
+        told = {"role": "witness", "view": self.dead.to_meta()}
+        self.made.on_message(who, Message(Kind.ALIVE, 5, client=who, meta=told), now)
+
+
+def test_no_new_job_is_begun_over_one_whose_servers_are_on_their_way() -> None:
+    new = Takeover()
+    for server in (11, 12):  # fresh ones
+        new.server(server, View(), 0.1)
+    new.worker(30, 5, 1.9)
+    new.made.on_time(2.5)
+    assert not new.made.view.chains
+    for server in (7, 8):
+        new.server(server, new.dead, 3.0)
+    new.made.on_time(3.1)
+    assert new.made.view.chains == ((7, 8),)
+    assert new.made.view.born == 1
+
+
+def test_a_worker_of_a_job_that_is_gone_holds_nobody_up() -> None:
+    new = Takeover()
+    for server in (11, 12):
+        new.server(server, View(), 0.1)
+    new.worker(30, 5, 0.2)
+    new.witness(30, 0.3)
+    now = 10.3
+    for server in (11, 12):
+        new.server(server, View(), now)
+    new.made.on_time(now)
+    new.sent.clear()
+    new.worker(30, 5, now + 0.1)
+    ((who, said),) = new.sent
+    assert who == 30
+    assert "have ended; start again from the last checkpoint" in View.from_meta(said.meta).failed
+    assert said.epoch > 5
+    new.worker(31, 0, now + 0.2)
+    new.made.on_time(now + 0.3)
+    assert set(new.made.view.addresses) == {11, 12}, "who comes anew gets servers"

@@ -1,7 +1,7 @@
 """The parameter server: servers hold the parameters and run the optimizer; workers send gradients and fetch values.
 
 Parameters lie in the same flat buckets as under ddp; each bucket is a shard of a chain of servers, or several. A full
-bucket goes out while backward goes on. Workers never talk to each other: a ledger among the shards hands out the parts
+bucket goes out while backward goes on. Workers need no word from each other: a ledger among the shards hands out parts
 of each step, so a worker that is lost, slow or new changes who computes what, and nothing else.
 
     bsp         all parts of a step make one update, by the numbers of ddp, bit for bit in deterministic mode
@@ -151,8 +151,7 @@ class Ps(ServedState):
 
     def _start(self, step: int, memo: Any) -> None:
         if not self.begins:
-            self.link.run(self._work.wait_ready())
-            self.first_values()
+            self.first_values(self.link.run(self._work.wait_ready())["oldest"])
             return
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
         how = {"aggregate": self._options.aggregate, "hold": self._turn.holds_parts}

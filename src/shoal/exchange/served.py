@@ -129,19 +129,17 @@ class Served:
                 return False
             if answer.where is None:
                 put(target, found)
-            self._lend(shards[number], int(answer.value["step"]))
+            self._link.lend(int(answer.value["step"]), number, target)
             return True
 
-        return self._link.borrow({number: shard.nbytes for number, shard in shards.items()}, take)
+        step = self._link.borrow({number: shard.nbytes for number, shard in shards.items()}, take)
+        self._opened.close()  # what was lent must not stay in memory for our sake
+        return step
 
     def lend(self, step: int) -> None:
         """Let other workers have the values that a step begins with, if any may come for them."""
         for shard in self._shards:
-            self._lend(shard, step)
-
-    def _lend(self, shard: Shard, step: int) -> None:
-        if self._link.lends:
-            self._link.lent.add(step, shard.number, self._range(shard), self._link.now())
+            self._link.lend(step, shard.number, self._range(shard))
 
     def squares(self, step: int, parts: Sequence[Any], slices: int) -> list[Any]:
         """Σ g² of each shard, slice by slice of its bucket; or {"norm": ...} of the whole, if the update is made."""

@@ -32,11 +32,15 @@ class ServedState(FlatExchange):
     """The step for which the parameters here are fresh; -1: none."""
     _gradients: list[torch.Tensor]
 
-    def first_values(self) -> None:
-        """The values to begin with: from another worker that has them, or from the servers."""
+    def first_values(self, oldest: int) -> None:
+        """The values to begin with: from another worker that has them, or from the servers.
+
+        `oldest`: the step that was not over a moment ago. Who can still claim it can use what was fetched for it.
+        """
         self._fresh = self._served.borrow()
         if self._fresh < 0:
-            self._served.fetch(0)
+            self._served.fetch(oldest)
+            self._fresh = oldest
 
     def refresh(self) -> None:
         if self._started and self._tier.leads and not self._served.incoming.complete():

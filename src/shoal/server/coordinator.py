@@ -24,6 +24,7 @@ from shoal.server.chain import OK, Send
 from shoal.server.client import Client, Request
 from shoal.server.lending import source_of
 from shoal.server.members import (
+    ENDED,
     Server,
     ServiceTerms,
     Worker,
@@ -32,7 +33,7 @@ from shoal.server.members import (
     heads_without_state,
     is_given_up,
     lighter,
-    lost_sentence,
+    repaired,
     seemingly_lost,
     would_hold,
 )
@@ -62,6 +63,7 @@ class Coordinator:
         self.workers: dict[int, Worker] = {}
         self.met: set[int] = set()  # every worker that has ever spoken
         self._ended: set[int] = set()  # everybody that somebody has seen end
+        self._waits = False  # for servers that a worker knows of
         self.view = View()
         self.terms: ServiceTerms | None = None
         # Whoever takes over waits for those who know more; the first of all has nothing to learn.
@@ -80,14 +82,16 @@ class Coordinator:
         """A sign of life, an answer of the ledger, or a worker that looks for first values."""
         if message.kind == Kind.REPLY:
             self._client.on_message(message, now)
-        elif message.kind == Kind.ASK:
+        elif message.kind == Kind.ASK and source in self.workers and message.meta[0] == "source":
             self._send(source, replace(message, kind=Kind.REPLY, meta=[OK, source_of(source, self.workers)]))
         elif message.kind in (Kind.ALIVE, Kind.READY):
             told = message.meta
             if told["role"] == "server":
                 self._hear_server(source, told, now)
             elif told["role"] == "witness":
-                self._learn(View.from_meta(told["view"]), now)
+                view = View.from_meta(told["view"])
+                if self.view.chains or not self.servers.keys().isdisjoint(view.addresses):
+                    self._learn(view, now)  # else it is of a job whose servers have all ended
             else:
                 self._hear_worker(source, message, told, now)
         elif message.kind == Kind.BYE:
@@ -135,8 +139,8 @@ class Coordinator:
 
     # What it does.
 
-    def _release(self, worker: int) -> None:
-        if self.view.chains:  # what it was working on goes to others
+    def _release(self, worker: int) -> None:  # what it was working on goes to others
+        if self.view.chains:
             self._client.call(LEDGER, "lost", {"worker": worker})
 
     def _meet_workers(self, found: Request) -> None:
@@ -186,11 +190,19 @@ class Coordinator:
 
     def _hear_worker(self, source: int, message: Message, told: dict[str, Any], now: float) -> None:
         self.met.add(source)
+        if source not in self.workers:
+            for other in [other for other in self.workers.values() if other.rank == told["rank"]]:
+                other.address = ""  # this one is in its place
         worker = self.workers.setdefault(source, Worker(now, int(told["rank"])))
         worker.heard, worker.held, worker.address = now, float(told["held"]), str(told.get("address", ""))
         if worker.held == 0.0:
             worker.lost = False
-        if self.terms is None and told.get("terms") is not None:
+        if message.epoch and not self.view.chains and not self._waits:
+            self._waits, self._learning_until = True, now + self._silence  # they may be on their way here
+        if message.epoch and message.epoch < (self.view.born or math.inf) and self._learning_until is None:
+            self._send(source, Message(Kind.VIEW, self._base, meta=View(self._base, failed=ENDED).to_meta()))
+            return
+        if self.terms is None and told.get("terms") is not None and (self.view.chains or not message.epoch):
             self.terms, self._dirty = ServiceTerms.of(told["terms"]), True
         stale = message.epoch != self.view.epoch  # who knows of a later view answers with that
         self._send(source, self._as_message() if stale else self._news())
@@ -216,19 +228,11 @@ class Coordinator:
             slots[server] = slot
         if self._in_doubt(now):
             return
-        chains, failed = [], ""
-        for shard, chain in enumerate(self.view.chains):
-            left = [server for server in chain if server in alive]
-            if not any(shard in alive[server].whole for server in left):
-                failed = lost_sentence(shard, self.view)
-            # Whoever holds the shard whole comes first: the others get it from there.
-            left.sort(key=lambda server: shard not in alive[server].whole)
-            joining = [s for s in slots if s not in left and s in spare]
-            chains.append((*left, *joining[: max(0, self.view.replicas - len(left))]))
+        chains, failed = repaired(self.view, alive, [server for server in slots if server in spare])
         self._publish(
             replace(
                 self.view,
-                chains=tuple(chains) if not failed else self.view.chains,
+                chains=chains,
                 addresses={server: alive[server].address for server in slots},
                 slots=slots,
                 failed=failed,
@@ -236,14 +240,9 @@ class Coordinator:
             now,
         )
 
-    @property
-    def whole(self) -> bool:
-        """Whether every shard is held by as many servers as it should be: then one of them may be lost."""
-        return all_whole(self.view, self.servers)
-
     def _balance(self, now: float) -> None:
         """Let a shard of the busiest server be the idlest's, in two views: first one copy more, then one less."""
-        if len(self.view.addresses) <= self.view.replicas or not self.whole:
+        if len(self.view.addresses) <= self.view.replicas or not all_whole(self.view, self.servers):
             return
         busy = {server: self.servers[server].load.get("busy", 0.0) for server in self.view.addresses}
         view = lighter(self.view, busy, _UNEVEN)
@@ -254,7 +253,9 @@ class Coordinator:
         """For workers: how the servers are."""
         known = [self.servers[s].load for s in self.view.addresses if s in self.servers]
         busy = [round(load.get("busy", 0.0), 3) for load in known]
-        return Message(Kind.ALIVE, self.view.epoch, meta={"whole": self.whole, "busy": busy})
+        return Message(
+            Kind.ALIVE, self.view.epoch, meta={"whole": all_whole(self.view, self.servers), "busy": busy}
+        )
 
     def _in_doubt(self, now: float) -> bool:
         """Whether a shard that seems lost may be whole on a server that has had no time to say so."""

@@ -20,7 +20,7 @@ import xxhash
 from shoal.server.message import Kind, Message, Where
 
 MAGIC = b"SHOL"
-VERSION = 1
+VERSION = 2
 RAW, CODED = 0, 1
 """Codecs: tensors that travel as they are, and what the compressor of a shard makes of them."""
 META_LIMIT = 64 << 20
@@ -127,7 +127,7 @@ def in_pieces(frames: Sequence[Part]) -> list[Part]:
 
 
 def decode(frames: Sequence[Part]) -> Message:
-    """The message that these frames are. Its tensor lies in the last of them and is only to be read."""
+    """The message that these frames are. Its tensor lies in the third, if it is the last, and is only to be read."""
     if len(frames) < 2:
         raise BadFrame(f"{len(frames)} frames; a message has 2 and those of its tensor")
     first, meta, pieces = frames[0], frames[1], frames[2:]

@@ -20,7 +20,7 @@ import torch
 from shoal.server.chain import OK
 from shoal.server.members import Worker
 from shoal.server.message import Kind, Message
-from shoal.server.post import same_host
+from shoal.server.post import host_of
 from shoal.server.values import Values
 from shoal.world.memory import put
 
@@ -43,16 +43,15 @@ def source_of(who: int, workers: Mapping[int, Worker]) -> tuple[int, str, bool] 
     (65536, 'tcp://10.0.0.0:1', False)
     """
     reached = sorted((worker.rank, me) for me, worker in workers.items() if worker.address or me == who)
-    first: list[int] = []
+    first: dict[int, int] = {}
     for _, me in reached:
-        if not any(same_host(me, other) for other in first):
-            first.append(me)
-    if who in first:
-        place = first.index(who)
-        source = first[(place - 1) // _CHILDREN] if place else None
-    else:
-        source = next((other for other in first if same_host(who, other)), None)
-    return None if source is None else (source, workers[source].address, who in first)
+        first.setdefault(host_of(me), me)
+    source, leads = first[host_of(who)], first[host_of(who)] == who
+    if leads:
+        order = list(first.values())
+        place = order.index(who)
+        source = order[(place - 1) // _CHILDREN] if place else who
+    return None if source == who else (source, workers[source].address, leads)
 
 
 def own_address(coordinator: str) -> str | None:
@@ -73,10 +72,16 @@ def own_address(coordinator: str) -> str | None:
 
 
 class Lent:
-    """What one worker has for others: nothing yet, values for a while, and then nothing any more."""
+    """What one worker has for others: nothing yet, values for a while, and then nothing any more.
 
-    def __init__(self) -> None:
+    Used by two threads, under the lock of their link.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._me = me
         self._values: dict[int, Values] = {}
+        self.begun = False
+        """Whether this worker is getting its own values."""
         self._step, self.over = -1, False
         self._asked = 0.0
 
@@ -85,7 +90,7 @@ class Lent:
         kept = Values(values.numel(), values.dtype)
         put(kept.tensor, values)
         self._step, self._asked = step, now
-        self._values[shard] = kept  # at last: another thread looks at it
+        self._values[shard] = kept
 
     def end(self) -> None:
         """There is nothing to be had here, now or later."""
@@ -103,7 +108,11 @@ class Lent:
         """What a worker that asks for a shard's values gets."""
         self._asked = now
         reply = Message(Kind.REPLY, question.epoch, question.shard, question.client, question.seq)
+        name, args = question.meta
+        if args["of"] != self._me:
+            return replace(reply, meta=[OK, {}])  # another process had this address before
         kept = self._values.get(question.shard)
         if kept is None:
-            return replace(reply, meta=[OK, {"wait": not self.over}])
-        return replace(reply, meta=[OK, {"step": self._step}], tensor=kept.tensor, where=kept.where)
+            return replace(reply, meta=[OK, {"wait": not self.over, "begun": self.begun}])
+        told = replace(reply, meta=[OK, {"step": self._step}])
+        return replace(told, tensor=kept.tensor, where=kept.where) if name == "values" else told

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from shoal.errors import ServersLost
 from shoal.server.client import SLOWEST, Client, Request
 from shoal.server.keys import JobKeys
@@ -26,10 +28,12 @@ START_SECONDS = 60.0
 """How long the servers may take to be there."""
 STALL_SECONDS = 30.0
 """How long nothing may be heard from any server before a worker gives up."""
+UNANSWERED_SECONDS = 120.0
+"""How long a server may take to do something while the coordinator speaks, and all copies are whole."""
 LENDER_SECONDS = 5.0
-"""How long a worker that lends its values may take to answer, beside the time on a slow wire."""
+"""How long a worker that lends its values may take to answer, beside the time on a slow wire, or to begin itself."""
 BORROW_SECONDS = 20.0
-"""How long one may say that it has none yet."""
+"""How long it may say that nothing more has come to it."""
 _AT_ONCE = 4
 """Shards that are asked of it at a time."""
 
@@ -54,7 +58,7 @@ class Link:
         """Asks the coordinator in the place of a ledger, and one worker in that of all servers."""
         self._peers.change_view(View(1, ((COORDINATOR,),)), time.monotonic())
         self._lender = COORDINATOR
-        self.lent = Lent()
+        self.lent = Lent(me)
         self._errands: deque[Callable[[], None]] = deque()
         """For the thread that talks: it alone uses the wire."""
         # Where servers are on other hosts, workers may be too, and come here for first values.
@@ -95,11 +99,6 @@ class Link:
         with self.lock:
             return make(self.client)
 
-    @property
-    def lends(self) -> bool:
-        """Whether other workers may come for first values."""
-        return bool(self._address) and not self.lent.over
-
     def borrow(self, shards: Mapping[int, int], take: Callable[[int, Answer], bool]) -> int:
         """First values from another worker, by the tree of lending.py: the step that they are for; -1: not to be had.
 
@@ -109,40 +108,62 @@ class Link:
         if self._address:
             asked = self.request(lambda _: self._peers.ask(LEDGER, "source"))
             found = asked.answer.value if self._answered([asked], 0) and asked.answer else None
-        if found is None or not found[2]:
-            self.lent.end()  # nobody will ask for them here
-        step = -1 if found is None else self._borrow_from(int(found[0]), str(found[1]), shards, take)
+        with self.lock:
+            self.lent.begun = True
+            if found is None or not found[2]:
+                self.lent.end()  # nobody will ask for them here
+        step = -1
+        if found is not None:
+            lender, address = int(found[0]), str(found[1])
+            self._connect(lender, address, max(shards))
+            step = self._borrow_from(lender, shards, take)
+            self._errands.append(lambda: self._post.wire.disconnect(lender))
+            self._errands.append(self._post.opened.close)  # what it lends must not stay for our sake
         if step < 0:
-            self.lent.end()
+            with self.lock:
+                self.lent.end()
         return step
 
-    def _borrow_from(
-        self, lender: int, address: str, shards: Mapping[int, int], take: Callable[[int, Answer], bool]
-    ) -> int:
+    def lend(self, step: int, shard: int, values: torch.Tensor) -> None:
+        """Let other workers have the values of a shard, if any may come for them."""
+        with self.lock:
+            if self._address and not self.lent.over:
+                self.lent.add(step, shard, values, self.now())
+
+    def _connect(self, lender: int, address: str, shards: int) -> None:
         with self.lock:
             self._lender = lender
             self._errands.append(lambda: self._post.wire.connect(lender, address))
-            chains = ((COORDINATOR,), *[(lender,)] * max(shards))
-            self._peers.change_view(View(2, chains), time.monotonic())
-        left, steps, moved = list(shards), set[int](), self.now()
-        while left and self.now() - moved < BORROW_SECONDS:
-            asked = left[:_AT_ONCE]
+            chains = ((COORDINATOR,), *[(lender,)] * shards)
+            self._peers.change_view(View(2, chains), self.now())
+
+    def _borrow_from(
+        self, lender: int, shards: Mapping[int, int], take: Callable[[int, Answer], bool]
+    ) -> int:
+        left, steps, moved, patience = list(shards), set[int](), self.now(), LENDER_SECONDS
+        while left:
+            # What it has, it says at once; only then can bytes be on their way.
+            asked = left[: _AT_ONCE if steps else 1]
+            name = "values" if steps else "lends"
             with self.lock:
-                requests = [self._peers.ask(n, "values", expects=shards[n]) for n in asked]
-            if not self._answered(requests, sum(shards[n] for n in asked)):
-                break
+                requests = [self._peers.ask(n, name, {"of": lender}, expects=shards[n]) for n in asked]
+            if not self._answered(requests, sum(shards[n] for n in asked) if steps else 0):
+                return -1
             for n, answer in [(n, r.answer) for n, r in zip(asked, requests, strict=True) if r.answer]:
-                if answer.value.get("wait"):
+                value = answer.value if isinstance(answer.value, dict) else {}
+                if value.get("wait"):
+                    patience = BORROW_SECONDS if value.get("begun") else LENDER_SECONDS
                     continue
-                steps.add(int(answer.value.get("step", -1)))
-                if -1 in steps or not take(n, answer):
+                steps.add(int(value.get("step", -1)))
+                if steps == {-1} or len(steps) > 1 or (name == "values" and not take(n, answer)):
                     return -1
-                left.remove(n)
+                left = [m for m in left if m != n or name == "lends"]
                 moved = self.now()
-            if left[:1] == asked[:1]:
+            if self.now() - moved > patience:
+                return -1
+            if left[:1] == asked[:1] and not steps:
                 time.sleep(0.02)  # it has none yet itself
-        self._errands.append(lambda: self._post.wire.disconnect(lender))
-        return steps.pop() if len(steps) == 1 and not left else -1
+        return steps.pop() if len(steps) == 1 else -1
 
     def _answered(self, requests: Sequence[Request], nbytes: int) -> bool:
         """Whether all of these are answered in time; `nbytes` are on their way then."""
@@ -174,6 +195,7 @@ class Link:
         self._thread.join(5.0)
 
     def _wait(self, requests: Sequence[Request]) -> None:
+        began = time.monotonic()
         while not all(request.done for request in requests):
             self.lock.wait(1.0)
             if self._problem:
@@ -183,10 +205,22 @@ class Link:
                 raise ServersLost(
                     f"no servers after {START_SECONDS:.0f} s: {self._terms[2]} are wanted; start more, or use fewer."
                 )
+            if now - began > UNANSWERED_SECONDS and self.news.get("whole"):
+                self._check_answers(requests, now - began)
             if self.client.view.chains and now - self._heard > STALL_SECONDS:
                 raise ServersLost(
                     f"nothing heard from servers or coordinator for {STALL_SECONDS:.0f} s; they have ended or cannot "
                     "be reached. Start again from the last checkpoint."
+                )
+
+    def _check_answers(self, requests: Sequence[Request], seconds: float) -> None:
+        """What is to be done is done at once, or after its bytes have come; only questions may have to wait."""
+        for request in requests:
+            if not request.done and request.kind == Kind.CALL and seconds > 2 * request.weight / SLOWEST:
+                where = self.client.view.addresses.get(self.client.view.head(request.shard), "nowhere")
+                raise ServersLost(
+                    f"the server at {where} has not answered '{request.name}' for {seconds:.0f} s, though the "
+                    "coordinator speaks; a firewall may be between, for servers listen at ports of their own."
                 )
 
     def _queue(self, peer: int, message: Message) -> None:

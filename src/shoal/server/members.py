@@ -9,6 +9,7 @@ from typing import Any
 from shoal.server.view import LEDGER, View, place
 
 _HOPELESS = 6
+ENDED = "all servers that this run had its state on have ended; start again from the last checkpoint."
 
 
 @dataclass
@@ -141,6 +142,22 @@ def heads_without_state(view: View, known: Mapping[int, Server]) -> list[int]:
         for shard, chain in enumerate(view.chains)
         if chain[0] in known and known[chain[0]].epoch == view.epoch and shard not in known[chain[0]].whole
     ]
+
+
+def repaired(
+    view: View, alive: Mapping[int, Server], joining: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """The chains without those who are gone and with those who join; or as they were, and why they cannot go on."""
+    chains, failed = [], ""
+    for shard, chain in enumerate(view.chains):
+        left = [server for server in chain if server in alive]
+        if not any(shard in alive[server].whole for server in left):
+            failed = lost_sentence(shard, view)
+        # Whoever holds the shard whole comes first: the others get it from there.
+        left.sort(key=lambda server: shard not in alive[server].whole)
+        more = [server for server in joining if server not in left]
+        chains.append((*left, *more[: max(0, view.replicas - len(left))]))
+    return view.chains if failed else tuple(chains), failed
 
 
 def lost_sentence(shard: int, view: View) -> str:

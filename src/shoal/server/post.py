@@ -29,9 +29,14 @@ def new_id(host: str = "") -> int:
     ) + 2**16  # small numbers have a meaning of their own
 
 
+def host_of(who: int) -> int:
+    """The number of a process's host."""
+    return (who - 2**16) >> _OWN_BITS
+
+
 def same_host(one: int, other: int) -> bool:
     """Whether two processes can share memory."""
-    return (one - 2**16) >> _OWN_BITS == (other - 2**16) >> _OWN_BITS
+    return host_of(one) == host_of(other)
 
 
 class Post:

@@ -220,7 +220,7 @@ class Wire:
         made.setsockopt(zmq.SNDHWM, _QUEUE)
         made.setsockopt(zmq.RCVHWM, _QUEUE)
         made.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_LIMIT)
-        made.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         made.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that vanished is noticed after a minute
         made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
         made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)

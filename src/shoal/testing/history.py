@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from shoal.testing.shape import Shape
+
 
 @dataclass
 class Read:
@@ -14,7 +16,7 @@ class Read:
     asked: float
     answered: float
     step: int
-    """The step it was read for."""
+    """The step it was read for; -1: for none."""
     parts: frozenset[int]
 
 
@@ -71,3 +73,37 @@ def check_linearised(history: History, shards: int, label: str) -> None:
             assert small.parts <= large.parts, f"{label}: two reads of shard {shard} contradict each other"
             if large.answered < small.asked:
                 assert small.parts == large.parts, f"{label}: a later read of shard {shard} shows less"
+
+
+def counted_parts(history: History, shape: Shape, label: str) -> set[int]:
+    """The parts that updates named; where they go together, all updates of a step name the same, and enough."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for step, parts in history.updates:
+        found.setdefault(step, set()).add(parts)
+    for step in range(shape.steps):
+        named = found.get(step, set())
+        if shape.terms.at(step)[1]:
+            counts = {len(parts) for parts in named}
+            assert len(named) == 1, f"{label}: updates of step {step} name different parts: {named}"
+            assert counts == {shape.workers - shape.backup}, f"{label}: step {step} counts {counts} parts"
+        else:
+            alone = {(part,) for part in range(shape.workers)}
+            assert named == alone, f"{label}: updates of step {step} are of {named}"
+    return {step * shape.workers + part for step in found for parts in found[step] for part in parts}
+
+
+def check_clock(history: History, shape: Shape, counted: set[int], label: str) -> None:
+    """Nobody was further ahead than the clock of that step allows, or worked with values that were older."""
+    for step, oldest in history.claims:
+        window, _ = shape.terms.at(step)
+        assert window < 0 or step - oldest <= window, f"{label}: a claim {step - oldest} steps ahead"
+    for read in history.reads:
+        if read.step >= 0:
+            due = {n for n in counted if _is_due(shape, n // shape.workers, read.step)}
+            assert due <= read.parts, f"{label}: a read for step {read.step} is older than its clock allows"
+
+
+def _is_due(shape: Shape, step: int, reading: int) -> bool:
+    """Whether who works on one step must see another's updates: by its window, or because nobody goes on without."""
+    window, _ = shape.terms.at(reading)
+    return (window >= 0 and step < reading - window) or (step < reading and shape.terms.at(step)[1])

@@ -9,11 +9,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shoal.server.client import Request
-from shoal.server.message import Message
+from shoal.server.message import Kind, Message
 
 TICK = 0.05
 """Seconds between two calls of `on_time`."""
@@ -43,6 +43,7 @@ class Weather:
 class Network:
     """Processes and the messages between them.
 
+    >>> from shoal.server.message import Kind, Message
     >>> class Echo:
     ...     def __init__(self, send): self.send, self.heard = send, []
     ...     def on_message(self, source, message, now): self.heard.append(source)
@@ -50,7 +51,7 @@ class Network:
     >>> network = Network(seed=1)
     >>> one = network.start(1, Echo)
     >>> two = network.start(2, Echo)
-    >>> one.send(2, None)
+    >>> one.send(2, Message(Kind.BYE))
     >>> network.run(0.1)
     >>> two.heard
     [1]
@@ -66,7 +67,7 @@ class Network:
         """Id -> which life of it, and its handler."""
         self._lives = 0
         self._stopped: dict[int, float] = {}
-        self._parted: dict[tuple[int, int], float] = {}
+        self._losing: dict[tuple[int, int], float] = {}
         self.messages = 0
 
     def start(self, who: int, make: Callable[[Callable[[int, Message], None]], Any]) -> Any:
@@ -92,9 +93,9 @@ class Network:
         """Let a process do nothing for a while, as SIGSTOP would; what is sent to it waits."""
         self._stopped[who] = self.now + seconds
 
-    def part(self, one: int, other: int, seconds: float) -> None:
-        """Let nothing get from one to the other, nor back, for a while."""
-        self._parted[one, other] = self._parted[other, one] = self.now + seconds
+    def lose(self, source: int, target: int, seconds: float) -> None:
+        """Lose all that one process sends to another for a while."""
+        self._losing[source, target] = self.now + seconds
 
     def alive(self, who: int) -> bool:
         """Whether a process runs, or is only stopped."""
@@ -146,8 +147,12 @@ class Network:
     def _send(self, source: int, target: int, message: Message) -> None:
         draw, weather = self.random, self.weather
         self.messages += 1
+        if message.kind == Kind.REPLY and message.tensor is not None:
+            message = replace(
+                message, tensor=message.tensor.clone()
+            )  # values go on changing; Post does the same
         copies = 1
-        if draw.random() < weather.lost or self._parted.get((source, target), 0.0) > self.now:
+        if draw.random() < weather.lost or self._losing.get((source, target), 0.0) > self.now:
             copies = 0
         elif draw.random() < weather.doubled:
             copies = 2

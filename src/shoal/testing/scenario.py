@@ -7,7 +7,7 @@ SGD with learning rate 1. So the values of a shard tell exactly which parts were
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.server.chain import Send
 from shoal.server.coordinator import Coordinator
@@ -17,10 +17,10 @@ from shoal.server.machine import Machine, Operation
 from shoal.server.message import Kind, Message
 from shoal.server.node import COORDINATOR, Node
 from shoal.server.view import View
-from shoal.testing.history import History, check_linearised
+from shoal.testing.history import History, check_clock, check_linearised, counted_parts
 from shoal.testing.network import Network
 from shoal.testing.shape import Shape
-from shoal.testing.simulated_worker import SimulatedWorker
+from shoal.testing.simulated_worker import SimulatedReader, SimulatedWorker
 
 SILENCE = 2.0
 """Simulated seconds after which a silent process counts as gone."""
@@ -39,6 +39,7 @@ class Tide:
         self.coordinator: Coordinator | None = None
         self.workers: dict[int, SimulatedWorker] = {}
         self._newest = 0
+        self._partings = 0
         self._fuses: list[int] = []
         """Of the next new view so many messages leave the coordinator, and it ends."""
         self._start_coordinator()
@@ -46,6 +47,8 @@ class Tide:
             self._start_server(slot)
         for rank in range(shape.workers):
             self._start_worker(rank)
+        for _ in range(shape.readers):
+            self._start_reader()
         self._plan_faults()
 
     def run(self, seconds: float = 120.0) -> History:
@@ -81,7 +84,13 @@ class Tide:
 
     def _start_worker(self, rank: int) -> None:
         me = self._id()
-        self.workers[rank] = self.network.start(me, lambda send: SimulatedWorker(self, me, rank, send))
+        self.workers[rank] = self.network.start(
+            me, lambda send: SimulatedWorker(self, me, rank, self._parting(send))
+        )
+
+    def _start_reader(self) -> None:
+        me = self._id()
+        self.network.start(me, lambda send: SimulatedReader(self, me, send))
 
     # Faults.
 
@@ -90,23 +99,33 @@ class Tide:
         at = 0.3
         for _ in range(shape.server_kills):
             at += draw.uniform(0.02, 0.6)
-            self.network.after(at, self._kill_server)
-        for _ in range(shape.server_stops):
-            self.network.after(draw.uniform(0.3, 1.0), self._stop_server)
-        for _ in range(shape.server_parts):
-            self.network.after(draw.uniform(0.2, 0.8), self._part_servers)
-        if shape.servers > shape.replicas:
-            self.network.after(draw.uniform(0.3, 1.5), self._make_busy)
-        for _ in range(shape.coordinator_kills):
-            self.network.after(draw.uniform(0.2, 1.2), self._kill_coordinator)
-        for _ in range(shape.view_kills):
-            self.network.after(draw.choice([0.0, draw.uniform(0.2, 1.5)]), self._light_fuse)
-        for _ in range(shape.worker_kills):
-            self.network.after(draw.uniform(0.3, 1.0), self._kill_worker)
-        for _ in range(shape.worker_stops):
-            self.network.after(draw.uniform(0.2, 0.8), self._stop_worker)
-        for _ in range(shape.worker_hangs):
-            self.network.after(draw.uniform(0.1, 0.5), self._hang_worker)
+            self._when_recovered(self._kill_server, at)
+        faults = [
+            (shape.server_stops, 0.3, 1.0, lambda: self._when_recovered(self._stop_server)),
+            (shape.server_parts, 0.2, 0.8, self._plan_parting),
+            (shape.server_mutes, 0.2, 0.8, lambda: self._when_recovered(self._mute_server)),
+            (int(shape.servers > shape.replicas), 0.3, 1.5, self._make_busy),
+            (shape.coordinator_kills, 0.2, 1.2, self._kill_coordinator),
+            (shape.view_kills, 0.0, draw.choice([0.0, 1.5]), self._light_fuse),
+            (shape.worker_kills, 0.3, 1.0, self._kill_worker),
+            (shape.worker_stops, 0.2, 0.8, self._stop_worker),
+            (shape.worker_hangs, 0.1, 0.5, self._hang_worker),
+        ]
+        for times, early, late, fault in faults:
+            for _ in range(times):
+                self.network.after(draw.uniform(early, late), fault)
+
+    def _when_recovered(self, fault: Callable[[], None], after: float = 0.0, every: float = 0.1) -> None:
+        """Do something as soon as it can lose nothing; not at all if the job is over first."""
+
+        def look() -> None:
+            if self.history.finished < self.shape.workers:
+                if self._recovered():
+                    fault()
+                else:
+                    self.network.after(every, look)
+
+        self.network.after(after, look)
 
     def _recovered(self) -> bool:
         """Whether every shard is whole on as many servers as there should be: then one more may be lost."""
@@ -120,21 +139,23 @@ class Tide:
         )
 
     def _holders(self, view: View, shard: int, epoch: int = 0) -> set[int]:
-        """Who of a shard's chain is at work, has it whole, and has heard of an epoch."""
+        """Who of a shard's chain has it whole, knows that it counts, or an epoch, and is not about to be given up."""
+        known = {} if self.coordinator is None else self.coordinator.servers
+        silent = {s for s, server in known.items() if self.network.now - server.heard > SILENCE / 4}
         return {
             s
-            for s in view.chains[shard]
-            if self.network.works(s) and self.nodes[s].view.epoch >= epoch and shard in self.nodes[s].whole()
+            for s in set(view.chains[shard]) - silent
+            if self.network.works(s)
+            and self.nodes[s].view.epoch >= max(epoch, view.since.get(s, epoch))
+            and shard in self.nodes[s].whole()
         }
 
-    def _kill_server(self) -> None:
-        if self.history.finished >= self.shape.workers:
-            return
-        if not self._recovered():
-            self.network.after(0.1, self._kill_server)
-            return
+    def _any_server(self) -> int:
         assert self.coordinator is not None
-        self._end_server(self.network.random.choice(sorted(self.coordinator.view.addresses)))
+        return self.network.random.choice(sorted(self.coordinator.view.addresses))
+
+    def _kill_server(self) -> None:
+        self._end_server(self._any_server())
 
     def _end_server(self, victim: int) -> None:
         slot = self.nodes[victim].slot
@@ -151,25 +172,40 @@ class Tide:
             self.coordinator.gone(victim, self.network.now)
 
     def _stop_server(self) -> None:
-        if not self._recovered():
-            if self.history.finished < self.shape.workers:
-                self.network.after(0.1, self._stop_server)
-            return
-        assert self.coordinator is not None
-        victim = self.network.random.choice(sorted(self.coordinator.view.addresses))
-        self.network.stop(victim, self.network.random.uniform(0.5, 5.0))
+        self.network.stop(self._any_server(), self.network.random.uniform(0.5, 5.0))
 
-    def _part_servers(self) -> None:
-        if not self._recovered():
-            if self.history.finished < self.shape.workers:
-                self.network.after(0.1, self._part_servers)
-            return
+    def _mute_server(self) -> None:
+        """What a head says to a worker gets lost until the chain behind it is new; then it ends, and others know."""
         assert self.coordinator is not None
-        head, following = self.network.random.choice(self.coordinator.view.chains)[:2]
-        seconds = self.network.random.uniform(0.05, 0.5)
-        self.network.part(head, following, seconds)
+        head, *_, tail = self.network.random.choice(self.coordinator.view.chains)
+        worker = self._busy_worker()
+        if worker is not None:
+            self.network.lose(head, worker.me, 10.0)
+            self._end_server(tail)
+            self._when_recovered(lambda: self._end_one_of([head]), every=0.01)
+
+    def _plan_parting(self) -> None:
+        self._partings += 1
+
+    def _parting(self, send: Send) -> Send:
+        """Sends as a worker does; its update may get to a head that cannot pass it on."""
+
+        def sent(target: int, message: Message) -> None:
+            updates = message.kind == Kind.CALL and message.meta[0] == "apply"
+            if updates and self._partings and self._recovered():
+                assert self.coordinator is not None
+                self._partings -= 1
+                self._part_servers(self.coordinator.view.chains[message.shard])
+            send(target, message)
+
+        return sent
+
+    def _part_servers(self, chain: Sequence[int]) -> None:
+        seconds = self.network.random.uniform(0.02, 0.5)
+        self.network.lose(chain[0], chain[1], seconds)
+        self.network.lose(chain[1], chain[0], seconds)
         if self.network.random.random() < 0.7:
-            self.network.after(seconds, lambda: self._end_one_of([head]))
+            self.network.after(seconds, lambda: self._end_one_of(chain[:1]))
 
     def _end_one_of(self, servers: Sequence[int]) -> None:
         """End a server without which nothing is lost, if there is one."""
@@ -253,7 +289,7 @@ def check(tide: Tide) -> None:
     label = f"seed {shape.seed}"
     assert tide.coordinator is not None
     assert not tide.coordinator.view.failed, f"{label}: {tide.coordinator.view.failed}"
-    counted = _counted(tide)
+    counted = counted_parts(history, shape, label)
     wanted = [-float(number in counted) for number in range(shape.steps * shape.workers)]
     for shard in range(1, shape.shards + 1):
         for server in tide.coordinator.view.chains[shard]:
@@ -263,34 +299,5 @@ def check(tide: Tide) -> None:
             assert values.tensor is not None
             assert chain.whole, f"{label}: a copy of shard {shard} never became whole"
             assert values.tensor.tolist() == wanted, f"{label}: shard {shard} on {server}: lost or doubled"
-    for step, oldest in history.claims:
-        window, _ = shape.terms.at(step)
-        assert window < 0 or step - oldest <= window, f"{label}: a claim {step - oldest} steps ahead"
-    for read in history.reads:
-        window, _ = shape.terms.at(read.step)
-        due = {n for n in counted if _due(shape, n // shape.workers, read.step)}
-        assert due <= read.parts, f"{label}: a read for step {read.step} is older than {window} steps"
+    check_clock(history, shape, counted, label)
     check_linearised(history, shape.shards, label)
-
-
-def _due(shape: Shape, step: int, reading: int) -> bool:
-    """Whether an update of one step must be seen by who works on another: by its window, or because nobody goes on."""
-    window, _ = shape.terms.at(reading)
-    return (window >= 0 and step < reading - window) or (step < reading and shape.terms.at(step)[1])
-
-
-def _counted(tide: Tide) -> set[int]:
-    """The parts that updates named; where they go together, all updates of a step name the same, and enough."""
-    shape, found = tide.shape, dict[int, set[tuple[int, ...]]]()
-    for step, parts in tide.history.updates:
-        found.setdefault(step, set()).add(parts)
-    for step in range(shape.steps):
-        named = found.get(step, set())
-        if shape.terms.at(step)[1]:
-            counts = {len(parts) for parts in named}
-            assert len(named) == 1, f"seed {shape.seed}: updates of step {step} name different parts: {named}"
-            assert counts == {shape.workers - shape.backup}, f"seed {shape.seed}: step {step} counts {counts}"
-        else:
-            alone = {(part,) for part in range(shape.workers)}
-            assert named == alone, f"seed {shape.seed}: updates of step {step} are of {named}"
-    return {step * shape.workers + part for step in found for parts in found[step] for part in parts}

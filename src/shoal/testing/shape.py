@@ -18,6 +18,8 @@ class Shape:
     servers: int = 2
     replicas: int = 2
     workers: int = 2
+    readers: int = 0
+    """Processes that only look at values, over and over."""
     shards: int = 2
     steps: int = 4
     window: int = 0
@@ -32,7 +34,9 @@ class Shape:
     server_kills: int = 1
     server_stops: int = 0
     server_parts: int = 0
-    """Times that a head cannot reach the next server of its chain; often it ends before it can again."""
+    """Heads that get an update and cannot reach the next server of their chain; most end before they can again."""
+    server_mutes: int = 0
+    """Heads whose answers do not get to a worker, until their chain has a new server and they end."""
     coordinator_kills: int = 0
     view_kills: int = 0
     """Coordinators that end between two messages of one new view; at times a server ends with them."""
@@ -70,6 +74,7 @@ def shape_of(seed: int, server_kills: int = 1) -> Shape:
         seed=seed,
         servers=draw.choice([2, 3]),
         workers=workers,
+        readers=draw.choice([0, 0, 1]),
         shards=draw.choice([1, 2]),
         steps=steps,
         **clock,
@@ -77,6 +82,7 @@ def shape_of(seed: int, server_kills: int = 1) -> Shape:
         server_kills=server_kills,
         server_stops=draw.choice([0, 0, 0, 1]),
         server_parts=draw.choice([0, 0, 1]),
+        server_mutes=draw.choice([0, 0, 0, 1]),
         coordinator_kills=draw.choice([0, 0, 0, 1]),
         view_kills=draw.choice([0, 0, 1, 2]),
         worker_kills=draw.choice([0, 0, 1]),

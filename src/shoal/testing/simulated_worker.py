@@ -93,7 +93,7 @@ class SimulatedWorker:
     def _step(self, claim: Claim) -> Generator[Sequence[Request], None, None]:
         work, step = self.work, claim.step
         together = self.tide.shape.terms.at(step)[1]
-        yield from self._read(step)
+        yield from self._read(step, step if together else 0)
         part, found = claim.part, dict[str, Any]()
         if part < 0:
             found = yield from self._tally(step)
@@ -145,10 +145,9 @@ class SimulatedWorker:
         for write in started:
             write.answered = network.now
 
-    def _read(self, step: int) -> Generator[Sequence[Request], None, None]:
+    def _read(self, step: int, applied: int) -> Generator[Sequence[Request], None, None]:
         network = self.tide.network
         asked = network.now
-        applied = step if self.tide.shape.terms.at(step)[1] else 0
         requests = [self.client.ask(shard, "values", {"applied": applied}) for shard in self.work.shards]
         for request in requests:
             yield (request,)
@@ -161,6 +160,11 @@ class SimulatedWorker:
 
     def _compute(self) -> Generator[Sequence[Request], None, None]:
         """Takes some time, a slow worker's more."""
+        slow = 8 if self.rank == 1 and self.tide.network.random.random() < 0.3 else 1
+        hang, self.hang = self.hang, 0.0
+        yield from self._sleep(self.tide.network.random.uniform(0.01, 0.05) * slow + hang)
+
+    def _sleep(self, seconds: float) -> Generator[Sequence[Request], None, None]:
         done = Request(Kind.ASK, LEDGER, 0, "", None, 0, None, None)
 
         def finish() -> None:
@@ -168,13 +172,27 @@ class SimulatedWorker:
             if done.then is not None:
                 done.then(done)
 
-        draw = self.tide.network.random
-        slow = 8 if self.rank == 1 and draw.random() < 0.3 else 1
-        hang, self.hang = self.hang, 0.0
-        self.tide.network.work(self.me, draw.uniform(0.01, 0.05) * slow + hang, finish)
+        self.tide.network.work(self.me, seconds, finish)
         yield (done,)
 
     def _gradient(self, step: int, part: int) -> torch.Tensor:
         gradient = torch.zeros(self.tide.shape.steps * self.tide.shape.workers, dtype=torch.float64)
         gradient[step * self.tide.shape.workers + part] = 1.0
         return gradient
+
+
+class SimulatedReader(SimulatedWorker):
+    """Reads all shards, again and again, and does no work: it sees what workers are too busy to see."""
+
+    def __init__(self, tide: Sea, me: int, send: Callable[[int, Message], None]) -> None:
+        super().__init__(tide, me, tide.shape.workers, send)
+
+    def _live(self) -> Generator[Sequence[Request], None, None]:
+        yield from self.work.wait_ready()
+        while self.tide.history.finished < self.tide.shape.workers:
+            yield from self._read(-1, 0)
+            yield from self._sleep(self.tide.network.random.uniform(0.0, 0.03))
+
+    def _end(self, _: Any) -> None:
+        self.finished = True
+        self._send(COORDINATOR, Message(Kind.BYE, client=self.me))
