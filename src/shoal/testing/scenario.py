@@ -99,7 +99,7 @@ class Tide:
         at = 0.3
         for _ in range(shape.server_kills):
             at += draw.uniform(0.02, 0.6)
-            self._when_recovered(self._kill_server, at)
+            self._when_recovered(lambda: self._end_server(self._any_server()), at)
         faults = [
             (shape.server_stops, 0.3, 1.0, lambda: self._when_recovered(self._stop_server)),
             (shape.server_parts, 0.2, 0.8, self._plan_parting),
@@ -129,9 +129,7 @@ class Tide:
 
     def _recovered(self) -> bool:
         """Whether every shard is whole on as many servers as there should be: then one more may be lost."""
-        if self.coordinator is None or not self.network.alive(COORDINATOR):
-            return False
-        view = self.coordinator.view
+        view = self.coordinator.view if self.coordinator and self.network.alive(COORDINATOR) else View()
         holders = [self._holders(view, shard, view.epoch) for shard in range(len(view.chains))]
         return bool(holders) and all(
             len(chain) >= self.shape.replicas and held == set(chain)
@@ -153,9 +151,6 @@ class Tide:
     def _any_server(self) -> int:
         assert self.coordinator is not None
         return self.network.random.choice(sorted(self.coordinator.view.addresses))
-
-    def _kill_server(self) -> None:
-        self._end_server(self._any_server())
 
     def _end_server(self, victim: int) -> None:
         slot = self.nodes[victim].slot
