@@ -75,6 +75,8 @@ def run_job(job: Job) -> None:
             desk = _desk(folder, threads, crew) if forkable and job.hosts == 1 else None
             starts = Starts(job, folder, crew, threads, forkable, desk)
             crew.replace = starts.again
+            if desk is not None:
+                crew.ended = desk.worker_ended
             try:
                 with interrupts.held():
                     for index in range(job.workers):
@@ -225,7 +227,6 @@ class Starts:
         """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
         if self.desk is None or not self.desk.replaces:
             return False
-        self.desk.worker_ended(rank)
         recent = [at for at in self.times[rank] if time.monotonic() - at < worker.AGAIN_SECONDS]
         if len(recent) >= worker.AGAIN_TIMES:
             return False

@@ -74,6 +74,8 @@ class Crew:
     """The workers of this host while they run."""
 
     def __init__(self, folder: str, size: int, interrupts: Interrupts) -> None:
+        self.ended: Callable[[int], None] = lambda _: None
+        """Called when a worker has ended, however it did."""
         self.replace: Callable[[int], bool] = lambda _: False
         """Called when a worker was killed by a signal; True if another has been started in its place."""
         self._folder = folder
@@ -169,6 +171,7 @@ class Crew:
         os.close(descriptor)
         pid = self._pids.pop(rank)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self.ended(rank)
         if code < 0 and not self._ending and self.replace(rank):
             return
         said = report.read(self._folder, rank)

@@ -18,7 +18,7 @@ BEAT = 0.1
 """Seconds between two signs of life."""
 
 _EARLY = 256
-"""Messages of a view that has not come yet are kept: so many, the newest."""
+"""Messages that wait for a view or for a lease are kept: so many, the newest."""
 
 LEASE = 5.0
 """Seconds for which a server answers questions after the coordinator has confirmed a sign of life that is no older than
@@ -61,7 +61,8 @@ class Node:
             self._hear_coordinator(message.meta, now)
             return
         if message.kind == Kind.ASK and now - self._heard > self._lease:
-            return  # it will be asked again, here or elsewhere
+            self._early.append((source, message))  # the coordinator's word is on the way here, if this one counts
+            return
         if message.kind == Kind.VIEW:
             self._take_view(View.from_meta(message.meta), now)
             return
@@ -104,6 +105,7 @@ class Node:
         at = told["at"]
         if at is not None and now - at <= self._lease:  # else it has waited here, or on the way
             self._heard = now
+            self._take_early(now)
         if told["base"] > self._promised:
             self._promised = told["base"]
             self._say(Kind.ALIVE, now)
@@ -143,6 +145,9 @@ class Node:
                 self.chains[shard] = made
             self.chains[shard].change_view(view, now)
         self._say(Kind.READY, now)
+        self._take_early(now)
+
+    def _take_early(self, now: float) -> None:
         early, self._early = self._early, deque(maxlen=_EARLY)
         for source, message in early:
             self.on_message(source, message, now)
