@@ -142,7 +142,7 @@ def test_who_takes_over_is_told_who_has_ended_and_does_not_wait_for_them() -> No
     new = Coordinator(2, lambda who, message: sent.append((who, message)))
     new.gone(8, 0.0)
     new.gone(21, 0.0)  # a worker
-    told = {"role": "server", "slot": 0, "address": "", "whole": [0], "view": view.to_meta()}
+    told = {"role": "server", "slot": 0, "address": "", "whole": [0], "caught_up": [], "view": view.to_meta()}
     told |= {"promised": 2 << GENERATION_BITS, "at": 0.1, "load": {}}
     new.on_message(7, Message(Kind.ALIVE, 5, client=7, meta=told), 0.1)
     new.on_time(0.2)

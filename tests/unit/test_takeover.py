@@ -138,6 +138,20 @@ def test_a_server_that_was_stopped_answers_nothing_until_the_coordinator_has_hea
     check(tide)
 
 
+def test_a_question_waits_for_the_coordinators_word() -> None:
+    tide = begun(0)
+    assert tide.coordinator is not None
+    tail = tide.coordinator.view.tail(1)
+    heard: list[Message] = []
+    tide.network.start(98, lambda _: _Listener(heard))
+    tide.nodes[tail]._heard = -1e9  # as in a server that has just come
+    ask = Message(Kind.ASK, tide.nodes[tail].view.epoch, 1, 98, 1, meta=["values", {"applied": 0}])
+    tide.nodes[tail].on_message(98, ask, tide.network.now)
+    assert not heard
+    tide.network.run(0.3)
+    assert [message.kind for message in heard] == [Kind.REPLY]
+
+
 def test_a_coordinator_that_may_not_know_the_newest_view_lets_nobody_answer_by_an_older_one() -> None:
     tide = begun(0)
     assert tide.coordinator is not None
@@ -197,7 +211,14 @@ def test_what_a_server_had_before_it_was_left_out_is_not_counted() -> None:
     new = Coordinator(2, lambda *_: None)
 
     def says(server: int, view: View, whole: list[int]) -> None:
-        told = {"role": "server", "slot": 0, "address": "", "whole": whole, "view": view.to_meta()}
+        told = {
+            "role": "server",
+            "slot": 0,
+            "address": "",
+            "whole": whole,
+            "caught_up": [],
+            "view": view.to_meta(),
+        }
         told |= {"promised": 2 << GENERATION_BITS, "at": 0.0, "load": {}}
         new.on_message(server, Message(Kind.ALIVE, view.epoch, client=server, meta=told), 0.0)
 
@@ -236,7 +257,13 @@ class Takeover:
 
     def server(self, who: int, view: View, now: float) -> None:
         told = {"role": "server", "slot": who % 10, "address": "", "whole": [0] if view.epoch else []}
-        told |= {"view": view.to_meta(), "promised": 2 << GENERATION_BITS, "at": now, "load": {}}
+        told |= {
+            "view": view.to_meta(),
+            "promised": 2 << GENERATION_BITS,
+            "at": now,
+            "load": {},
+            "caught_up": [],
+        }
         self.made.on_message(who, Message(Kind.ALIVE, view.epoch, client=who, meta=told), now)
 
     def worker(self, who: int, epoch: int, now: float) -> None:

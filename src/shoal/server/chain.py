@@ -9,6 +9,10 @@ does the head answer the client. Reads go to the last server, which knows only w
 Exactly once: each client numbers its calls to a shard, one after the other, and what the last of them gave is part of
 the replicated state. A call that comes again, to whichever server is the head by then, finds its answer there.
 Messages may be lost, doubled and come in any order: what is not confirmed is sent again.
+
+A newcomer gets a snapshot of the tail, and then what is done to the shard, while nobody waits for it. When it has
+caught up, a view makes it the tail. In that view the one before it says up to which place others have been answered,
+and only with all of that is the newcomer whole: it commits nothing and answers no question before.
 """
 
 from __future__ import annotations
@@ -17,32 +21,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.server.machine import Answer, Machine, Operation, Refused
+from shoal.server.handover import RESEND, RESEND_SNAPSHOT, Handover
+from shoal.server.machine import Machine
 from shoal.server.message import Kind, Message
+from shoal.server.outcome import Session, attempt
+from shoal.server.standing import Standing
 from shoal.server.view import View
 
 Send = Callable[[int, Message], None]
 
-RESEND = 0.25
-"""Seconds after which what the next server has not confirmed goes to it again."""
-RESEND_SNAPSHOT, SLOWEST = 3.0, 20e6
-"""A snapshot goes out again after this time, and the time it takes at so many bytes a second."""
-_TOGETHER = 16
-"""How many operations are sent again at a time."""
-
-OK, REFUSED = 0, 1
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
-"""What a machine stumbles over if a client sends other arguments than it should. All copies stumble alike."""
-
-
-@dataclass
-class Session:
-    """The last call of one client."""
-
-    seq: int
-    place: int
-    status: int
-    value: Any
+_NEAR = 16
+"""A newcomer has caught up if it lacks no more operations than this."""
+_ROOM = 4
+"""The log for a newcomer may take so many times less bytes than its snapshot; then everybody waits for it."""
 
 
 @dataclass
@@ -53,66 +44,78 @@ class Chain:
     shard: int
     machine: Machine
     send: Send
-    view: View = field(default_factory=View)
+    epoch: int = 0
+    at: Standing = field(default_factory=Standing)
     whole: bool = False
-    """Whether the state is here: not yet, where a snapshot is to come."""
+    """Whether all that others have been answered is here."""
+    filled: bool = False
+    """Whether a snapshot is here, and what the server before this one has sent since."""
     last: int = 0
     """The place of the last operation applied here."""
     committed: int = 0
     """Up to here, everybody holds everything."""
-    log: dict[int, Message] = field(default_factory=dict)
-    """What has been applied here and is not known to be held by all, by place."""
+    handover: Handover = field(default_factory=Handover)
+    """What is on its way to the next server."""
+    room: float = 0.0
+    """Bytes that the log may take."""
     sessions: dict[int, Session] = field(default_factory=dict)
     parked: dict[tuple[int, int], Message] = field(default_factory=dict)
     """Questions that cannot be answered yet, by client and number."""
-    sent: float = 0.0
-    """When something was last sent to a neighbour that should answer it."""
-    snapshot_due: float = 0.0
-    """When it should have been confirmed, and goes out again."""
-    snapshot_sent: float | None = None
-    """When a snapshot went to the next server, which has not confirmed it."""
+    fed_since: int = 0
+    """The epoch since which the server before this one has been the same."""
+    asked: float = 0.0
+    """When a snapshot was last asked for."""
+    answered: int | None = None
+    """Up to here others may have been answered before the next server counted, and it has not said that it has that."""
 
     # The view.
 
     @property
-    def members(self) -> tuple[int, ...]:
-        return self.view.chains[self.shard]
+    def has_newcomer(self) -> bool:
+        """Whether the next server is one that counts for nothing yet."""
+        return self.at.is_tail and self.at.next is not None
 
     @property
-    def is_head(self) -> bool:
-        return self.members[0] == self.me
-
-    @property
-    def is_tail(self) -> bool:
-        return self.members[-1] == self.me
-
-    @property
-    def before(self) -> int:
-        return self.members[self.members.index(self.me) - 1]
-
-    @property
-    def after(self) -> int:
-        return self.members[self.members.index(self.me) + 1]
+    def caught_up(self) -> bool:
+        """Whether the newcomer after this tail has nearly all that is here."""
+        near = self.last - self.handover.confirmed <= _NEAR and self.handover.nbytes <= self.room
+        return self.has_newcomer and self.handover.open and near
 
     def change_view(self, view: View, now: float) -> None:
-        """Take the place that a new view gives this server; its chain has this server in it."""
-        before = self.members if self.view.chains else ()
-        self.view = view
+        """Take the place that a new view gives this server: in its chain, or as the newcomer."""
+        old, self.at, self.epoch = self.at, Standing.of(self.me, self.shard, view), view.epoch
         self.parked.clear()  # those who asked will ask again, whoever the last server is now
-        self.snapshot_sent, self.sent = None, now
-        if self.is_tail:
+        if self.at.before != old.before:
+            self.fed_since = view.epoch
+            self.filled = self.filled and self.whole  # what is here came from another, who may have had less
+        handed = self.handover
+        if self.at.is_tail:
+            self.answered = None
             self._commit(self.last)
-            return
-        if self.after not in before:
-            self._send_snapshot(now)
-        else:
+            if self.at.next != old.next:
+                handed.begin(self.last)
+        elif old.is_tail:
+            self.answered = self.last
+            if self.at.next != old.next:
+                handed.begin(self.last)
+        elif self.at.next != old.next:
+            self.answered = None
+            handed.open, handed.confirmed = True, self.committed  # it has been in the chain before
+        if handed.open:
             self.send_log(now)
+        elif not self.at.is_tail:
+            self.send_snapshot(now)
+        if self.at.before is not None and not self.whole:
+            if self.filled:
+                self._confirm()
+            elif self.at.is_member:
+                self._ask_for_snapshot(now)
 
     # What comes in.
 
     def on_call(self, source: int, message: Message, now: float) -> None:
         """A client wants something done."""
-        if not self.is_head or not self.whole:
+        if not self.at.is_head or not self.whole:
             return
         session = self.sessions.get(message.client)
         if session is not None and message.seq <= session.seq:
@@ -124,29 +127,37 @@ class Chain:
 
     def on_forward(self, message: Message, now: float) -> None:
         """The server before this one passes an operation on."""
-        if not self.whole or message.place > self.last + 1:
+        if not (self.whole or self.filled) or message.place > self.last + 1:
             return  # what is missing will come again
         if message.place == self.last + 1:
             self._take(message, now)
-        elif self.committed:
-            self.send(self.before, self._message(Kind.COMMIT, place=self.committed))
-
-    def on_commit(self, message: Message, now: float) -> None:
-        """The server after this one knows that all hold everything up to a place."""
-        if (
-            self.snapshot_sent is not None
-        ):  # the one after this one has its snapshot, and needs what came since
-            self.snapshot_sent = None
-            self._commit(min(message.place, self.last))
-            self.send_log(now)
         else:
-            self._commit(min(message.place, self.last))
+            self._confirm()
+
+    def on_commit(self, source: int, message: Message, now: float) -> bool:
+        """A place up to which the next server holds everything; or, from the one before, up to which others have been
+        answered. True if the coordinator should know what has become of it."""
+        if source == self.at.before:
+            return self._has_answered(message.place)
+        if source != self.at.next:
+            return False
+        before = self.caught_up
+        self.handover.confirm(min(message.place, self.last))
+        if message.meta:
+            self.answered = None
+        self._pass_on(now)
+        self._commit(self.last if self.at.is_tail else min(message.place, self.last))
+        return self.caught_up and not before
 
     def on_ask(self, source: int, message: Message) -> None:
         """A client wants to know something."""
-        if self.is_tail:
+        if self.at.is_tail:
             self.parked[source, message.seq] = message
             self._answer(source, message.seq)
+
+    def is_fed_by(self, source: int, epoch: int) -> bool:
+        """Whether a server has been before this one since then, and this one is a newcomer."""
+        return not self.at.is_member and source == self.at.before and epoch >= self.fed_since
 
     def on_snapshot(self, message: Message, now: float) -> bool:
         """Become what the server before this one is; True if this one is whole now and was not.
@@ -154,75 +165,66 @@ class Chain:
         Without a tensor it is a request: the next server has no state.
         """
         if message.tensor is None:
-            if not self.is_tail and (
-                self.snapshot_sent is None or now - self.snapshot_sent >= RESEND_SNAPSHOT
-            ):
-                self._send_snapshot(now)
+            sent = self.handover.snapshot_sent
+            if not self.has_newcomer and (sent is None or now - sent >= RESEND_SNAPSHOT):
+                self.send_snapshot(now)  # a newcomer has to wait for its turn
             return False
-        came = not self.whole
-        if came:
+        came = not self.whole and self.at.is_member
+        if not self.whole and (not self.filled or message.place > self.last):
             value, sessions = message.meta
             self.machine.restore(value, message.tensor)
             self.sessions = {client: Session(*fields) for client, *fields in sessions}
-            self.last, self.whole = message.place, True
-            self.log.clear()
-        if self.is_tail:
+            self.last, self.filled = message.place, True
+        self.whole = self.whole or came  # whoever sends it to a member waits for that one from then on
+        if self.at.is_tail:
             self._commit(self.last)
-        self.send(self.before, self._message(Kind.COMMIT, place=self.committed))
+        self._confirm(first=True)
         return came
 
     def on_time(self, now: float) -> None:
         """Send again what is not confirmed."""
-        if not self.whole:
-            if not self.is_head and now - self.sent >= RESEND_SNAPSHOT:
-                self.send(self.before, self._message(Kind.SNAPSHOT))
-                self.sent = now
-            return
-        if self.is_tail:
-            return
-        if self.snapshot_sent is not None:
-            if now >= self.snapshot_due:
-                self._send_snapshot(now)
-        elif self.log and now - self.sent >= RESEND:
-            self.send_log(now)
+        if not self.whole and not self.filled:
+            if self.at.before is not None and self.at.is_member and now - self.asked >= RESEND_SNAPSHOT:
+                self._ask_for_snapshot(now)
+        elif self.at.next is not None and now >= self.handover.due:
+            self.send_again(now)
 
     # What it does.
 
     def _take(self, message: Message, now: float) -> None:
-        if not self.is_tail:  # the others work on it while this one does
-            self.log[message.place] = message
-            if self.snapshot_sent is None:
-                self.send(self.after, replace(message, epoch=self.view.epoch))
-                self.sent = now
-        name, args = message.meta
-        op = Operation(name, message.clock, args, message.tensor, message.client, message.codec)
-        try:
-            status, value = OK, self.machine.apply(op).value
-        except Refused as reason:
-            status, value = REFUSED, str(reason)
-        except MALFORMED as error:
-            status, value = REFUSED, f"{name} with wrong arguments: {error!r}"
+        handed = self.handover
+        if not self.at.is_tail or handed.open or handed.snapshot_sent is not None:
+            # The others work on it while this one does.
+            if self.at.is_tail and message.where is not None and message.tensor is not None:
+                # Whoever sent it is answered before the newcomer has it, and may then use that memory again.
+                kept = replace(message, tensor=message.tensor.clone(), where=None)
+            else:
+                kept = message
+            handed.log[message.place] = kept
+            self._pass_on(now)
+        status, done = attempt(self.machine.apply, message)
+        assert done is not None
         self.last = message.place
-        self.sessions[message.client] = Session(message.seq, message.place, status, value)
-        if self.is_tail:
+        self.sessions[message.client] = Session(message.seq, message.place, status, done.value)
+        if self.at.is_tail:
             self._commit(self.last)
+        elif not self.at.is_member:
+            self._confirm()
 
     def _commit(self, place: int) -> None:
-        if place > self.committed:
-            for at in range(self.committed + 1, place + 1):
-                self.log.pop(at, None)
+        crowded = self.has_newcomer and self.handover.nbytes > self.room
+        if place > self.committed and not crowded:
             newly = [
                 (client, session)
                 for client, session in self.sessions.items()
                 if self.committed < session.place <= place
             ]
             self.committed = place
-            if self.is_head:
+            if self.at.is_head:
                 for client, session in newly:
                     self._reply(client, session)
-        if not self.is_head and self.committed:
-            self.send(self.before, self._message(Kind.COMMIT, place=self.committed))
-        if self.is_tail:
+        self._confirm()
+        if self.at.is_tail:
             for client, seq in list(self.parked):
                 self._answer(client, seq)
 
@@ -230,16 +232,7 @@ class Chain:
         if not self.whole:
             return
         message = self.parked[client, seq]
-        name, args = message.meta
-        op = Operation(name, message.clock, args, message.tensor, message.client)
-        try:
-            found = self.machine.answer(op)
-        except Refused as reason:
-            status, found = REFUSED, Answer(str(reason))
-        except MALFORMED as error:
-            status, found = REFUSED, Answer(f"{name} with wrong arguments: {error!r}")
-        else:
-            status = OK
+        status, found = attempt(self.machine.answer, message)
         if found is not None:
             del self.parked[client, seq]
             meta, where = [status, found.value], found.where
@@ -250,23 +243,56 @@ class Chain:
         meta = [session.status, session.value]
         self.send(client, self._message(Kind.REPLY, client=client, seq=session.seq, meta=meta))
 
+    def _confirm(self, first: bool = False) -> None:
+        """To the server before this one: what is held here and by all who come after, and whether this one is whole."""
+        held = self.committed if self.at.is_member else self.last
+        if self.at.before is not None and (held or first):
+            self.send(self.at.before, self._message(Kind.COMMIT, place=held, meta=self.whole))
+
+    def _has_answered(self, place: int) -> bool:
+        came = not self.whole and self.filled and self.last >= place
+        self.whole = self.whole or came
+        if self.whole and self.at.is_tail:
+            self._commit(self.last)
+        return came
+
+    def send_again(self, now: float) -> None:
+        """To the next server: whatever it has not confirmed."""
+        if self.handover.snapshot_sent is not None:
+            self.send_snapshot(now)
+        elif self.handover.log or self.answered is not None:
+            self.send_log(now)
+
     def send_log(self, now: float) -> None:
         """To the next server: what it has not confirmed."""
-        for place in sorted(self.log)[:_TOGETHER]:
-            self.send(self.after, replace(self.log[place], epoch=self.view.epoch))
-        self.sent = now
+        self.handover.rewind()
+        self._pass_on(now)
+        if self.answered is not None and self.at.next is not None:
+            self.send(self.at.next, self._message(Kind.COMMIT, place=self.answered))
+            self.handover.due = max(self.handover.due, now + RESEND)
 
-    def _send_snapshot(self, now: float) -> None:
-        if not self.whole:
+    def _pass_on(self, now: float) -> None:
+        for message in self.handover.outgoing(now):
+            assert self.at.next is not None
+            self.send(self.at.next, replace(message, epoch=self.epoch))
+
+    def _ask_for_snapshot(self, now: float) -> None:
+        assert self.at.before is not None
+        self.send(self.at.before, self._message(Kind.SNAPSHOT))
+        self.asked = now
+
+    def send_snapshot(self, now: float) -> None:
+        """To the next server: all that is here."""
+        if not self.whole or self.at.next is None:
             return
         value, tensor = self.machine.snapshot()
         sessions = [[c, s.seq, s.place, s.status, s.value] for c, s in self.sessions.items()]
         message = self._message(Kind.SNAPSHOT, place=self.last, meta=[value, sessions])
-        self.send(self.after, replace(message, tensor=tensor))
-        self.snapshot_sent = self.sent = now
-        self.snapshot_due = now + RESEND_SNAPSHOT + tensor.nbytes / SLOWEST
+        self.send(self.at.next, replace(message, tensor=tensor))
+        self.room = tensor.nbytes / _ROOM
+        self.handover.sent_snapshot(tensor.nbytes, now)
 
     def _message(
         self, kind: Kind, place: int = 0, client: int = 0, seq: int = 0, meta: Any = None
     ) -> Message:
-        return Message(kind, self.view.epoch, self.shard, client, seq, place, meta=meta)
+        return Message(kind, self.epoch, self.shard, client, seq, place, meta=meta)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from shoal.server.chain import REFUSED, Send
+from shoal.server.chain import Send
 from shoal.server.machine import Answer
 from shoal.server.message import Kind, Message, Where
 from shoal.server.node import COORDINATOR
+from shoal.server.outcome import REFUSED
 from shoal.server.view import View
 
 RETRY = 0.5

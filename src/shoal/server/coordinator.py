@@ -20,7 +20,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from shoal.server.chain import OK, Send
+from shoal.server.chain import Send
 from shoal.server.client import Client, Request
 from shoal.server.lending import source_of
 from shoal.server.members import (
@@ -30,15 +30,18 @@ from shoal.server.members import (
     Worker,
     all_whole,
     first_view,
+    grown,
     heads_without_state,
     is_given_up,
     lighter,
+    missing_copies,
     repaired,
     seemingly_lost,
     would_hold,
 )
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
+from shoal.server.outcome import OK
 from shoal.server.view import LEDGER, View
 
 SILENCE = 10.0
@@ -50,6 +53,8 @@ _UNEVEN = 0.3
 """Servers may differ by so much of their time before a shard moves from the busiest."""
 _LOOK_AROUND = 2.0
 """Seconds in which a new coordinator hears of servers that have worked for another before, if there are any."""
+_GROW = 0.25
+"""Seconds between two views that let newcomers in: every view has everybody send again what is not answered."""
 GENERATION_BITS = 32
 
 
@@ -71,7 +76,7 @@ class Coordinator:
         self._client = Client(COORDINATOR, send, first=self._base)
         self._dirty = False
         self._told = -1e9
-        self._balanced = -1e9
+        self._balanced = self._grew = -1e9
         self._took_over = False
         self._doubt: float | None = None
         """Since when a shard seems to be lost."""
@@ -168,7 +173,8 @@ class Coordinator:
         if known.epoch == self.view.epoch or self.view.epoch < self._base:
             server.whole = would_hold(self.view, source, known.epoch, {int(n) for n in told["whole"]})
             heads = {shard for shard, chain in enumerate(self.view.chains) if chain[0] == source}
-            self._dirty = self._dirty or bool(heads - server.whole)
+            server.caught_up = {int(n) for n in told["caught_up"]}
+            self._dirty = self._dirty or bool(heads - server.whole) or bool(server.caught_up)
         met = self._ended | {s for s, server in self.servers.items() if server.met}
         if self._learning_until is not None and self.view.chains and met >= set(self.view.addresses):
             self._learning_until = now  # all have reported
@@ -217,28 +223,21 @@ class Coordinator:
         alive = self.servers
         gone = [server for server in self.view.addresses if server not in alive]
         spare = [server for server in alive if server not in self.view.addresses]
-        missing = any(len(chain) < self.view.replicas for chain in self.view.chains)
         empty = heads_without_state(self.view, alive)
-        if not gone and not empty and not (spare and missing) and self.view.epoch > self._base:
+        if (
+            not gone
+            and not empty
+            and not (spare and missing_copies(self.view))
+            and self.view.epoch > self._base
+        ):
+            view = grown(self.view, alive)
+            if view is not None and now - self._grew >= _GROW:
+                self._grew = now
+                self._publish(view, now)
+            self._dirty = view is not None
             return
-        taken = {slot for server, slot in self.view.slots.items() if server in alive}
-        slots = {server: slot for server, slot in self.view.slots.items() if server in alive}
-        free = sorted(set(range(self.view.places)) - taken)
-        for server, slot in zip(spare, free, strict=False):
-            slots[server] = slot
-        if self._in_doubt(now):
-            return
-        chains, failed = repaired(self.view, alive, [server for server in slots if server in spare])
-        self._publish(
-            replace(
-                self.view,
-                chains=chains,
-                addresses={server: alive[server].address for server in slots},
-                slots=slots,
-                failed=failed,
-            ),
-            now,
-        )
+        if not self._in_doubt(now):
+            self._publish(repaired(self.view, alive, spare), now)
 
     def _balance(self, now: float) -> None:
         """Let a shard of the busiest server be the idlest's, in two views: first one copy more, then one less."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.server.chain import MALFORMED
 from shoal.server.coordinator import Coordinator
 from shoal.server.dense import Dense
 from shoal.server.keys import JobKeys
@@ -16,6 +15,7 @@ from shoal.server.ledger import Ledger
 from shoal.server.machine import Machine
 from shoal.server.message import Kind
 from shoal.server.node import BEAT, COORDINATOR, Node
+from shoal.server.outcome import MALFORMED
 from shoal.server.post import Post, new_id
 from shoal.server.rows import Rows
 from shoal.server.wire import LOOPBACK, Wire
@@ -51,7 +51,7 @@ def serve(
             began = time.monotonic()
             for source, message in arrived:
                 if message.kind == Kind.UNSEEN:
-                    node.send_log(message.shard, time.monotonic())
+                    node.send_again(message.shard, time.monotonic())
                 else:
                     with suppress(
                         *MALFORMED

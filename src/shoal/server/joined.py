@@ -28,8 +28,9 @@ def join(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int | str]], torch.
     """The type and length of each, and all of their bytes."""
     layout: list[list[int | str]] = [[name_of(t.dtype), t.numel()] for t in tensors]
     places = list(_places(layout))
-    joined = torch.zeros(places[-1][1] if places else 0, dtype=torch.uint8)
+    joined = torch.empty(places[-1][1] if places else 0, dtype=torch.uint8)
     for tensor, (start, stop, _) in zip(tensors, places, strict=True):
+        joined[start + tensor.nbytes : stop].zero_()
         if tensor.numel():
             copy(joined[start:stop], tensor.contiguous())
     return layout, joined

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from shoal.server.chain import OK
 from shoal.server.members import Worker
 from shoal.server.message import Kind, Message
+from shoal.server.outcome import OK
 from shoal.server.post import host_of
 from shoal.server.values import Values
 from shoal.world.memory import put

@@ -24,6 +24,8 @@ class Server:
     gone: bool = False
     """Whether somebody has seen it end."""
     load: dict[str, float] = field(default_factory=dict)
+    caught_up: set[int] = field(default_factory=set)
+    """Shards that it is the tail of, and whose newcomer has nearly all that it has."""
     met: bool = False
     """Whether it has reported in the view that the coordinator goes by, or in an earlier one that it has kept to."""
 
@@ -76,11 +78,21 @@ def first_view(terms: ServiceTerms, known: Mapping[int, Server]) -> View:
 
 def all_whole(view: View, known: Mapping[int, Server]) -> bool:
     """Whether every shard is whole on as many servers as it should be, by what they said in this view."""
-    return bool(view.chains) and all(
-        len(chain) >= view.replicas
-        and all(s in known and known[s].epoch == view.epoch and shard in known[s].whole for s in chain)
-        for shard, chain in enumerate(view.chains)
+    return (
+        bool(view.chains)
+        and not any(view.newcomers)
+        and all(
+            len(chain) >= view.replicas
+            and all(s in known and known[s].epoch == view.epoch and shard in known[s].whole for s in chain)
+            for shard, chain in enumerate(view.chains)
+        )
     )
+
+
+def missing_copies(view: View) -> bool:
+    """Whether a shard has fewer servers than it should have, those who catch up among them."""
+    newcomers = view.newcomers or ((),) * len(view.chains)
+    return any(len(c) + len(n) < view.replicas for c, n in zip(view.chains, newcomers, strict=True))
 
 
 def is_given_up(who: int, view: View, known: Mapping[int, Server], now: float, silence: float) -> bool:
@@ -131,8 +143,25 @@ def lighter(view: View, busy: Mapping[int, float], uneven: float) -> View | None
     movable = [shard for shard in here if least not in chains[shard]]
     if busy[most] - busy[least] < uneven or len(here) < 2 or not movable:
         return None
-    chains[movable[0]] = (*chains[movable[0]], least)
-    return replace(view, chains=tuple(chains))
+    newcomers = tuple((least,) if shard == movable[0] else () for shard in range(len(chains)))
+    return replace(view, newcomers=newcomers)
+
+
+def grown(view: View, known: Mapping[int, Server]) -> View | None:
+    """The view in which newcomers that have caught up have their places in the chains; None if none has."""
+    tails = [known.get(chain[-1]) for chain in view.chains]
+    ready = {
+        shard
+        for shard, tail in enumerate(tails)
+        if view.newcomer(shard) is not None and tail is not None
+        if tail.epoch == view.epoch and shard in tail.caught_up
+    }
+    if not ready:
+        return None
+    newcomers, chains = list(view.newcomers), list(view.chains)
+    for shard in ready:
+        chains[shard], newcomers[shard] = (*chains[shard], newcomers[shard][0]), newcomers[shard][1:]
+    return replace(view, chains=tuple(chains), newcomers=tuple(newcomers))
 
 
 def heads_without_state(view: View, known: Mapping[int, Server]) -> list[int]:
@@ -144,20 +173,32 @@ def heads_without_state(view: View, known: Mapping[int, Server]) -> list[int]:
     ]
 
 
-def repaired(
-    view: View, alive: Mapping[int, Server], joining: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """The chains without those who are gone and with those who join; or as they were, and why they cannot go on."""
-    chains, failed = [], ""
+def repaired(view: View, alive: Mapping[int, Server], spare: Sequence[int]) -> View:
+    """The view without those who are gone, and others in their places, who have to catch up first; or with the chains
+    as they were, and why they cannot go on."""
+    slots = {server: slot for server, slot in view.slots.items() if server in alive}
+    free = sorted(set(range(view.places)) - set(slots.values()))
+    joining = dict(zip(spare, free, strict=False))
+    chains, newcomers, failed = [], [], ""
     for shard, chain in enumerate(view.chains):
         left = [server for server in chain if server in alive]
         if not any(shard in alive[server].whole for server in left):
             failed = lost_sentence(shard, view)
         # Whoever holds the shard whole comes first: the others get it from there.
         left.sort(key=lambda server: shard not in alive[server].whole)
-        more = [server for server in joining if server not in left]
-        chains.append((*left, *more[: max(0, view.replicas - len(left))]))
-    return view.chains if failed else tuple(chains), failed
+        came = [s for s in (view.newcomers[shard] if view.newcomers else ()) if s in alive]
+        more = [server for server in joining if server not in (*left, *came)]
+        chains.append(tuple(left))
+        newcomers.append((*came, *more[: max(0, view.replicas - len(left) - len(came))]))
+    slots |= joining
+    return replace(
+        view,
+        chains=view.chains if failed else tuple(chains),
+        newcomers=view.newcomers if failed else tuple(newcomers),
+        addresses={server: alive[server].address for server in slots},
+        slots=slots,
+        failed=failed,
+    )
 
 
 def lost_sentence(shard: int, view: View) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal.server.chain import Chain, Send
@@ -61,7 +62,9 @@ class Node:
             self._hear_coordinator(message.meta, now)
             return
         if message.kind == Kind.ASK and now - self._heard > self._lease:
-            self._early.append((source, message))  # the coordinator's word is on the way here, if this one counts
+            self._early.append(
+                (source, message)
+            )  # the coordinator's word is on the way here, if this one counts
             return
         if message.kind == Kind.VIEW:
             self._take_view(View.from_meta(message.meta), now)
@@ -70,6 +73,9 @@ class Node:
         if message.epoch > self.view.epoch:
             self._early.append((source, message))  # its view is on the way here
             return
+        if chain is not None and message.kind == Kind.SNAPSHOT and chain.is_fed_by(source, message.epoch):
+            # As good as on the day when it was sent: the sender keeps all that has been done since.
+            message = replace(message, epoch=self.view.epoch)
         if message.epoch != self.view.epoch or chain is None:
             if message.kind in (Kind.CALL, Kind.ASK) and self.view.epoch:
                 self._send(source, Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta()))
@@ -81,7 +87,9 @@ class Node:
         elif message.kind == Kind.FORWARD:
             chain.on_forward(message, now)
         elif message.kind == Kind.COMMIT:
-            chain.on_commit(message, now)
+            if chain.on_commit(source, message, now):
+                self._say(Kind.READY, now)
+            self._fill_newcomers(now)
         elif message.kind == Kind.SNAPSHOT and chain.on_snapshot(message, now):
             self._say(Kind.READY, now)
 
@@ -89,13 +97,14 @@ class Node:
         """Called often: send again what got lost, and a sign of life."""
         for chain in self.chains.values():
             chain.on_time(now)
+        self._fill_newcomers(now)
         if now - self._beat >= BEAT:
             self._say(Kind.ALIVE, now)
 
-    def send_log(self, shard: int, now: float) -> None:
-        """The next server has not seen memory that an operation pointed to, and gets bytes from now on."""
-        if shard in self.chains and not self.chains[shard].is_tail:
-            self.chains[shard].send_log(now)
+    def send_again(self, shard: int, now: float) -> None:
+        """The next server has not seen memory that a message pointed to, and gets bytes from now on."""
+        if shard in self.chains:
+            self.chains[shard].send_again(now)
 
     def whole(self) -> list[int]:
         """The shards whose state is here."""
@@ -118,6 +127,7 @@ class Node:
             "slot": self.slot,
             "address": self.address,
             "whole": self.whole(),
+            "caught_up": [shard for shard, chain in self.chains.items() if chain.caught_up],
             "view": self.view.to_meta(),
             "promised": self._promised,
             "at": now,
@@ -133,7 +143,7 @@ class Node:
         if since is None or since > before > 0:
             self.chains.clear()  # left out, now or in a view that did not get here: what is held counts no more
         self.view = view
-        mine = {shard for shard, chain in enumerate(view.chains) if self.me in chain}
+        mine = {s for s, chain in enumerate(view.chains) if self.me in (*chain, view.newcomer(s))}
         for shard in [shard for shard in self.chains if shard not in mine]:
             del self.chains[shard]
         self.slot = view.slots.get(self.me, self.slot)
@@ -144,8 +154,15 @@ class Node:
                 made.whole = since == view.born and before == 0
                 self.chains[shard] = made
             self.chains[shard].change_view(view, now)
+        self._fill_newcomers(now)
         self._say(Kind.READY, now)
         self._take_early(now)
+
+    def _fill_newcomers(self, now: float) -> None:
+        """One snapshot after the other: so each shard is held up by its own bytes only."""
+        waiting = [c for c in self.chains.values() if c.whole and c.has_newcomer and not c.handover.open]
+        if waiting and all(chain.handover.snapshot_sent is None for chain in waiting):
+            waiting[0].send_snapshot(now)
 
     def _take_early(self, now: float) -> None:
         early, self._early = self._early, deque(maxlen=_EARLY)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
+import torch
 import xxhash
 
 from shoal.server.message import Kind, Message
-from shoal.server.slabs import Opened
+from shoal.server.slabs import Opened, Slab
 from shoal.server.view import View
 from shoal.server.wire import Wire
-from shoal.world.memory import host_key
+from shoal.world.memory import SharedMemoryUnavailable, copy, host_key
 
 _HOST_BITS = 24
 _OWN_BITS = 39
@@ -49,6 +50,8 @@ class Post:
         self._epoch = 0
         self._blind: set[tuple[int, str]] = set()
         """Who has not seen which memory that we pointed to: gets its bytes from then on."""
+        self._snapshots: dict[tuple[int, int], Slab] = {}
+        """Peer and shard -> what the peer has not said yet that it has."""
         self.shared_bytes = 0
         """What others read in memory instead of on the wire."""
 
@@ -59,6 +62,8 @@ class Post:
 
     def send(self, peer: int, message: Message) -> None:
         """Send, or not: nothing is promised."""
+        if message.kind == Kind.SNAPSHOT and message.tensor is not None and same_host(self.wire.me, peer):
+            message = self._shared(peer, message)
         if message.where is not None:
             if same_host(self.wire.me, peer) and (peer, message.where.path) not in self._blind:
                 if message.tensor is not None:
@@ -77,6 +82,8 @@ class Post:
         for source, message in self.wire.receive(timeout):
             if message.kind == Kind.UNSEEN:
                 self._blind.add((source, str(message.meta)))
+            elif message.kind == Kind.COMMIT:
+                self._snapshots.pop((source, message.shard), None)
             elif message.kind == Kind.VIEW:
                 try:
                     self._meet(View.from_meta(message.meta))
@@ -91,9 +98,23 @@ class Post:
                     if message.kind == Kind.REPLY:  # whoever asked has to ask again, now that it is known
                         found.append((source, unseen))
                     continue
+                if message.kind == Kind.SNAPSHOT:
+                    self.opened.forget(message.where.path)
                 message = replace(message, tensor=tensor)
             found.append((source, message))
         return found
+
+    def _shared(self, peer: int, message: Message) -> Message:
+        """A snapshot as memory of its own; as it is where there is none."""
+        assert message.tensor is not None
+        try:
+            slab = Slab(message.tensor.nbytes)
+        except SharedMemoryUnavailable:
+            return message
+        tensor = slab.tensor(torch.uint8, 0, message.tensor.numel())
+        copy(tensor, message.tensor)
+        self._snapshots[peer, message.shard] = slab
+        return replace(message, tensor=tensor, where=slab.where(torch.uint8, 0, tensor.numel()))
 
     def _meet(self, view: View) -> None:
         if view.epoch <= self._epoch:
@@ -102,6 +123,8 @@ class Post:
         for peer, address in view.addresses.items():
             if peer != self.wire.me and self._addresses.get(peer) != address:
                 self.know(peer, address)
+        for gone in [key for key in self._snapshots if key[0] not in view.addresses]:
+            del self._snapshots[gone]
         for peer in [p for p in self._addresses if p not in view.addresses and p >= 2**16]:
             del self._addresses[peer]
             self.wire.disconnect(peer)

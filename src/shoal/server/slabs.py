@@ -85,6 +85,10 @@ class Opened:
             return None
         return region.tensor(where.dtype, where.offset, where.count)
 
+    def forget(self, path: str) -> None:
+        """Let go of a slab that nobody speaks of again."""
+        self._drop(path)
+
     def close(self) -> None:
         """Let go of everything."""
         for path in list(self._kept):

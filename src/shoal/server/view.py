@@ -43,12 +43,19 @@ class View:
     """The epoch in which the job began. Shards of those who are there since then began with nothing."""
     since: Mapping[int, int] = field(default_factory=dict)
     """The epoch in which each server came. One that was left out meanwhile has come anew, and knows nothing."""
+    newcomers: tuple[tuple[int, ...], ...] = ()
+    """Who is to be added to each chain, one after the other: the first gets what the tail has, and counts for nothing
+    until it has caught up. Empty: nobody anywhere."""
 
     def head(self, shard: int) -> int:
         return self.chains[shard][0]
 
     def tail(self, shard: int) -> int:
         return self.chains[shard][-1]
+
+    def newcomer(self, shard: int) -> int | None:
+        """Who catches up with a chain."""
+        return self.newcomers[shard][0] if self.newcomers and self.newcomers[shard] else None
 
     def to_meta(self) -> list[Any]:
         """As a plain value."""
@@ -63,18 +70,19 @@ class View:
             [[server, slot] for server, slot in self.slots.items()],
             self.born,
             [[server, epoch] for server, epoch in self.since.items()],
+            [list(servers) for servers in self.newcomers],
         ]
 
     @staticmethod
     def from_meta(meta: Any) -> View:
         """Read back what `to_meta` gave; ValueError if it is not such a value.
 
-        >>> view = View(3, ((7, 8),), {7: "tcp://127.0.0.1:1"}, ("ledger",), 2, "", 2, {7: 0, 8: 1}, 1, {7: 1, 8: 3})
+        >>> view = View(3, ((7,),), {7: "tcp://[::1]:1"}, ("ledger",), 2, "", 2, {7: 0, 8: 1}, 1, {7: 1}, ((8,),))
         >>> View.from_meta(view.to_meta()) == view
         True
         """
         try:
-            epoch, chains, addresses, kinds, replicas, failed, places, slots, born, since = meta
+            epoch, chains, addresses, kinds, replicas, failed, places, slots, born, since, newcomers = meta
             return View(
                 int(epoch),
                 tuple(tuple(int(server) for server in chain) for chain in chains),
@@ -86,6 +94,7 @@ class View:
                 {int(server): int(slot) for server, slot in slots},
                 int(born),
                 {int(server): int(epoch) for server, epoch in since},
+                tuple(tuple(int(server) for server in servers) for servers in newcomers),
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a view: {error}") from None

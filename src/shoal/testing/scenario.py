@@ -130,6 +130,8 @@ class Tide:
     def _recovered(self) -> bool:
         """Whether every shard is whole on as many servers as there should be: then one more may be lost."""
         view = self.coordinator.view if self.coordinator and self.network.alive(COORDINATOR) else View()
+        if any(node.view.epoch > view.epoch for node in self.nodes.values()):
+            return False  # a coordinator that has just taken over may not know yet who acts alone
         holders = [self._holders(view, shard, view.epoch) for shard in range(len(view.chains))]
         return bool(holders) and all(
             len(chain) >= self.shape.replicas and held == set(chain)

@@ -1,0 +1,35 @@
+"""What became of an operation: done, or refused in a sentence, alike on all copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.server.machine import Answer, Operation, Refused
+from shoal.server.message import Message
+
+OK, REFUSED = 0, 1
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""What a machine stumbles over if a client sends other arguments than it should. All copies stumble alike."""
+
+
+def attempt(do: Callable[[Operation], Answer | None], message: Message) -> tuple[int, Answer | None]:
+    """Have a machine apply an operation or answer it, and say what became of it."""
+    name, args = message.meta
+    try:
+        return OK, do(Operation(name, message.clock, args, message.tensor, message.client, message.codec))
+    except Refused as reason:
+        return REFUSED, Answer(str(reason))
+    except MALFORMED as error:
+        return REFUSED, Answer(f"{name} with wrong arguments: {error!r}")
+
+
+@dataclass
+class Session:
+    """The last call of one client."""
+
+    seq: int
+    place: int
+    status: int
+    value: Any

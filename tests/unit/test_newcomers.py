@@ -1,0 +1,256 @@
+"""Servers that catch up with a chain: nobody waits for them, and they count only with all that others were answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.server.chain import Chain
+from shoal.server.handover import RESEND_SNAPSHOT
+from shoal.server.machine import Answer, Machine, Operation
+from shoal.server.message import Kind, Message
+from shoal.server.outcome import OK
+from shoal.server.view import View
+
+A, B, C, CLIENT = 7, 8, 9, 99
+
+
+class Tape(Machine):
+    """Remembers what was done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def apply(self, op: Operation) -> Answer:
+        self.done.append(int(op.args))
+        return Answer(len(self.done))
+
+    def answer(self, op: Operation) -> Answer:
+        del op
+        return Answer(list(self.done))
+
+    def snapshot(self) -> tuple[Any, torch.Tensor]:
+        return list(self.done), torch.zeros(400, dtype=torch.uint8)
+
+    def restore(self, value: Any, tensor: torch.Tensor) -> None:
+        del tensor
+        self.done = list(value)
+
+
+class Line:
+    """Servers of one shard; messages between them are delivered, or lost, when the test says so."""
+
+    def __init__(self, *servers: int) -> None:
+        self.queue: deque[tuple[int, int, Message]] = deque()
+        self.told: list[Message] = []
+        self.chains = {who: Chain(who, 0, Tape(), self._sender(who)) for who in servers}
+        self.epoch, self.seq, self.now = 0, 0, 0.0
+
+    def _sender(self, who: int) -> Callable[[int, Message], None]:
+        return lambda target, message: self.queue.append((who, target, message))
+
+    def view(self, chain: tuple[int, ...], *newcomers: int) -> None:
+        self.epoch += 1
+        view = View(self.epoch, (chain,), newcomers=(newcomers,))
+        for who in (*chain, *newcomers[:1]):
+            self.chains[who].change_view(view, self.now)
+
+    def call(self, number: int, tensor: torch.Tensor | None = None) -> None:
+        """A client has the head do something."""
+        self.seq += 1
+        head = next(chain for chain in self.chains.values() if chain.at.is_head and chain.epoch == self.epoch)
+        message = Message(
+            Kind.CALL, self.epoch, client=CLIENT, seq=self.seq, meta=["add", number], tensor=tensor
+        )
+        head.on_call(CLIENT, message, self.now)
+
+    def fill(self, who: int) -> None:
+        """It is the newcomer's turn."""
+        if not self.chains[who].handover.open:
+            self.chains[who].send_snapshot(self.now)
+
+    def ask(self, who: int) -> list[int] | None:
+        self.seq += 1
+        ask = Message(Kind.ASK, self.epoch, client=CLIENT, seq=self.seq, meta=["done", None])
+        self.chains[who].on_ask(CLIENT, ask)
+        self.deliver()
+        found = [message.meta for message in self.told if message.seq == self.seq]
+        return found[0][1] if found else None
+
+    def deliver(self, lost: Callable[[int, int, Message], bool] = lambda *_: False) -> None:
+        while self.queue:
+            source, target, message = self.queue.popleft()
+            if target == CLIENT:
+                self.told.append(message)
+            elif message.epoch == self.epoch and target in self.chains and not lost(source, target, message):
+                chain = self.chains[target]
+                if message.kind == Kind.FORWARD:
+                    chain.on_forward(message, self.now)
+                elif message.kind == Kind.COMMIT:
+                    chain.on_commit(source, message, self.now)
+                elif message.kind == Kind.SNAPSHOT:
+                    chain.on_snapshot(message, self.now)
+
+    def answered(self) -> list[int]:
+        """The calls that a client has an answer to."""
+        return [message.seq for message in self.told if message.meta[0] == OK]
+
+    def done(self, who: int) -> list[int]:
+        machine = self.chains[who].machine
+        assert isinstance(machine, Tape)
+        return machine.done
+
+
+def started() -> Line:
+    """One server that has done something, and another that is to join it."""
+    line = Line(A, B)
+    line.chains[A].whole = True
+    line.view((A,))
+    line.call(1)
+    line.view((A,), B)
+    line.deliver()
+    return line
+
+
+def test_nobody_waits_for_a_newcomer() -> None:
+    line = started()
+    line.fill(A)
+    line.call(2)
+    line.deliver(lost=lambda _, target, __: target == B)
+    assert line.answered() == [1, 2]
+    assert line.ask(A) == [1, 2]
+    assert line.done(B) == []
+    assert not line.chains[A].caught_up
+
+
+def test_it_gets_what_is_done_after_its_snapshot_too() -> None:
+    line = started()
+    line.fill(A)
+    line.call(2)
+    line.call(3)
+    line.deliver()
+    assert line.done(B) == [1, 2, 3]
+    assert line.chains[A].caught_up
+    assert not line.chains[B].whole
+    assert line.ask(B) is None
+
+
+def test_it_answers_only_with_all_that_others_were_answered() -> None:
+    line = started()
+    line.fill(A)
+    line.deliver()
+    line.call(2)
+    line.deliver(lost=lambda _, target, __: target == B)  # acknowledged, and not there
+    line.view((A, B))
+    line.deliver(lost=lambda _, target, message: target == B and message.kind == Kind.FORWARD)
+    assert not line.chains[B].whole
+    assert line.ask(B) is None
+    line.now += 1.0
+    line.chains[A].on_time(line.now)
+    line.deliver()
+    assert line.chains[B].whole
+    assert line.ask(B) == [1, 2]
+
+
+def test_from_then_on_it_is_waited_for() -> None:
+    line = started()
+    line.fill(A)
+    line.deliver()
+    line.view((A, B))
+    line.deliver()
+    before = len(line.answered())
+    line.call(2)
+    line.deliver(lost=lambda _, target, __: target == B)
+    assert len(line.answered()) == before
+    line.now += 1.0
+    line.chains[A].on_time(line.now)
+    line.deliver()
+    assert len(line.answered()) == before + 1
+    assert line.done(B) == [1, 2]
+
+
+def test_a_lost_snapshot_is_sent_again() -> None:
+    line = started()
+    line.fill(A)
+    line.deliver(lost=lambda *_: True)
+    line.call(2)
+    line.now += RESEND_SNAPSHOT + 1.0
+    line.chains[A].on_time(line.now)
+    line.deliver()
+    assert line.done(B) == [1, 2]
+
+
+def test_who_is_fed_by_another_begins_anew() -> None:
+    line = Line(A, C, B)
+    line.chains[A].whole = line.chains[C].whole = True
+    line.view((A, C), B)
+    line.call(1)
+    line.deliver()
+    line.fill(C)
+    line.deliver()
+    assert line.done(B) == [1]
+    line.call(2)
+    line.deliver(lost=lambda *_: True)  # only the head has it
+    line.view((A,), B)  # and goes on alone: it counts
+    line.deliver()
+    assert 2 in line.answered()
+    line.call(3)
+    line.fill(A)
+    line.deliver()
+    line.call(4)
+    line.deliver()
+    assert line.done(B) == line.done(A) == [1, 2, 3, 4]
+
+
+def test_a_snapshot_of_an_earlier_view_counts_if_the_same_server_sent_it() -> None:
+    line = started()
+    line.view((A,), B)
+    assert line.chains[B].is_fed_by(A, line.epoch - 1)
+    assert not line.chains[B].is_fed_by(A, 1), "then it was not before this one"
+    assert not line.chains[B].is_fed_by(C, line.epoch)
+    line.view((A, B))
+    assert not line.chains[B].is_fed_by(A, line.epoch - 1), "members get it of their own view"
+
+
+def test_a_newcomer_that_lags_behind_is_waited_for_before_memory_is_full() -> None:
+    line = started()
+    line.fill(A)
+    room = line.chains[A].room
+    for number in range(2, 6):
+        line.call(number, torch.zeros(int(room / 2), dtype=torch.uint8))
+    line.deliver(lost=lambda _, target, __: target == B)
+    assert line.answered() == [1, 2, 3], "as much as there is room for"
+    line.now += RESEND_SNAPSHOT + 1.0
+    line.chains[A].on_time(line.now)
+    line.deliver()
+    assert line.answered() == [1, 2, 3, 5]
+    assert line.done(B) == [1, 2, 3, 4, 5]
+    assert line.chains[A].handover.nbytes == 0
+
+
+def test_what_a_client_shares_is_copied_for_a_newcomer() -> None:
+    """Whoever is answered uses that memory again."""
+    from shoal.server.slabs import Slab
+
+    slab = Slab(64)
+    shared = slab.tensor(torch.uint8, 0, 64)
+    line = started()
+    line.fill(A)
+    message = Message(
+        Kind.CALL,
+        line.epoch,
+        client=CLIENT,
+        seq=2,
+        meta=["add", 2],
+        tensor=shared,
+        where=slab.where(torch.uint8, 0, 64),
+    )
+    line.chains[A].on_call(CLIENT, message, 0.0)
+    shared.fill_(1)
+    kept = line.chains[A].handover.log[2]
+    assert kept.where is None
+    assert kept.tensor is not None
+    assert not kept.tensor.any()
