@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +14,12 @@ from shoal.server.chain import Chain
 from shoal.server.handover import RESEND_SNAPSHOT
 from shoal.server.machine import Answer, Machine, Operation
 from shoal.server.message import Kind, Message
+from shoal.server.node import COORDINATOR, Node
 from shoal.server.outcome import OK
+from shoal.server.post import Post, new_id
+from shoal.server.slabs import Slab
 from shoal.server.view import View
+from shoal.server.wire import Wire
 
 A, B, C, CLIENT = 7, 8, 9, 99
 
@@ -52,9 +58,11 @@ class Line:
     def _sender(self, who: int) -> Callable[[int, Message], None]:
         return lambda target, message: self.queue.append((who, target, message))
 
-    def view(self, chain: tuple[int, ...], *newcomers: int) -> None:
-        self.epoch += 1
-        view = View(self.epoch, (chain,), newcomers=(newcomers,))
+    def view(self, chain: tuple[int, ...], *newcomers: int, skipped: int = 0) -> None:
+        """The next view; `skipped`: so many before it got to nobody here, and newcomers have come in this one."""
+        self.epoch += 1 + skipped
+        since = dict.fromkeys(newcomers, self.epoch)
+        view = View(self.epoch, (chain,), since=since if skipped else {}, newcomers=(newcomers,))
         for who in (*chain, *newcomers[:1]):
             self.chains[who].change_view(view, self.now)
 
@@ -233,8 +241,6 @@ def test_a_newcomer_that_lags_behind_is_waited_for_before_memory_is_full() -> No
 
 def test_what_a_client_shares_is_copied_for_a_newcomer() -> None:
     """Whoever is answered uses that memory again."""
-    from shoal.server.slabs import Slab
-
     slab = Slab(64)
     shared = slab.tensor(torch.uint8, 0, 64)
     line = started()
@@ -254,3 +260,67 @@ def test_what_a_client_shares_is_copied_for_a_newcomer() -> None:
     assert kept.where is None
     assert kept.tensor is not None
     assert not kept.tensor.any()
+
+
+def test_who_came_anew_gets_a_snapshot_though_it_was_next_before() -> None:
+    line = Line(A, B)
+    line.chains[A].whole = line.chains[B].whole = True
+    line.view((A, B))
+    line.call(1)
+    line.deliver()
+    line.chains[B] = Chain(B, 0, Tape(), line._sender(B))  # a node forgets what it has when it was left out
+    line.view((A,), B, skipped=1)
+    line.fill(A)
+    line.call(2, torch.zeros(10))
+    line.deliver()
+    assert line.done(B) == [1, 2]
+    assert line.chains[A].caught_up
+
+
+def test_what_waited_for_a_server_that_is_gone_does_not_wait_for_a_newcomer() -> None:
+    line = Line(A, B, C)
+    line.chains[A].whole = line.chains[B].whole = True
+    line.view((A, B))
+    line.call(1, torch.zeros(10))
+    line.deliver(lost=lambda _, target, __: target == B)
+    assert line.answered() == []
+    line.view((A,), C)
+    line.deliver()
+    assert line.answered() == [1]
+
+
+def taken(view: View, before: View | None = None) -> Node:
+    """A server that has taken a view, and one before it."""
+    node = Node(B, "", lambda _: Tape(), lambda *_: None)
+    for one in (before, view):
+        if one is not None:
+            node.on_message(COORDINATOR, Message(Kind.VIEW, one.epoch, meta=one.to_meta()), 0.0)
+    return node
+
+
+def test_a_newcomer_has_nothing_whatever_it_had_before() -> None:
+    first = View(1, ((A, B),), {A: "", B: ""}, ("tape",), 1, "", 2, {A: 0, B: 1}, 1, {A: 1, B: 1})
+    assert taken(first).whole() == [0]
+    joins = replace(first, epoch=3, chains=((A,),), newcomers=((B,),))
+    assert taken(joins).whole() == [], "nobody has ever told it anything"
+    assert taken(joins, before=first).whole() == [], "it was left out in a view that it does not know"
+
+
+def test_a_snapshot_is_not_taken_for_another_that_lies_where_it_was() -> None:
+    with Wire(new_id(), None) as one, Wire(new_id(), None) as other:
+        sender, receiver = Post(one), Post(other)
+        sender.know(other.me, other.address)
+        for number in (1, 2, 3):
+            numbers = torch.full((8192,), number, dtype=torch.uint8)
+            sender.send(other.me, Message(Kind.SNAPSHOT, place=number, meta=number, tensor=numbers))
+        found: list[Message] = []
+        end = time.monotonic() + 10.0
+        while not found and time.monotonic() < end:
+            found += [message for _, message in receiver.receive(0.1)]
+        assert [message.meta for message in found] == [3], "the memory of the others is gone"
+        assert found[0].tensor is not None
+        assert found[0].tensor.eq(3).all()
+        sender.receive(1.0)  # that two were not seen
+        assert other.me in sender._sightless
+        sender.close()
+        receiver.close()

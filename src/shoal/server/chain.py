@@ -12,7 +12,7 @@ Messages may be lost, doubled and come in any order: what is not confirmed is se
 
 A newcomer gets a snapshot of the tail, and then what is done to the shard, while nobody waits for it. When it has
 caught up, a view makes it the tail. In that view the one before it says up to which place others have been answered,
-and only with all of that is the newcomer whole: it commits nothing and answers no question before.
+and only with all of that is the newcomer whole: it answers no question and counts for nothing before.
 """
 
 from __future__ import annotations
@@ -83,24 +83,26 @@ class Chain:
 
     def change_view(self, view: View, now: float) -> None:
         """Take the place that a new view gives this server: in its chain, or as the newcomer."""
-        old, self.at, self.epoch = self.at, Standing.of(self.me, self.shard, view), view.epoch
+        old, seen = self.at, self.epoch
+        self.at, self.epoch = Standing.of(self.me, self.shard, view), view.epoch
+        # One that was left out in a view that did not get here has come anew, and has nothing.
+        anew = self.at.next is not None and view.since.get(self.at.next, 0) > seen > 0
+        other = anew or self.at.next != old.next
         self.parked.clear()  # those who asked will ask again, whoever the last server is now
         if self.at.before != old.before:
             self.fed_since = view.epoch
             self.filled = self.filled and self.whole  # what is here came from another, who may have had less
         handed = self.handover
-        if self.at.is_tail:
+        if self.at.is_tail or other:
             self.answered = None
-            self._commit(self.last)
-            if self.at.next != old.next:
-                handed.begin(self.last)
-        elif old.is_tail:
+        if old.is_tail and not self.at.is_tail:
             self.answered = self.last
-            if self.at.next != old.next:
-                handed.begin(self.last)
-        elif self.at.next != old.next:
-            self.answered = None
+        if other and (anew or old.is_tail or self.at.is_tail):
+            handed.begin(self.last)
+        elif other:
             handed.open, handed.confirmed = True, self.committed  # it has been in the chain before
+        if self.at.is_tail:
+            self._commit(self.last)
         if handed.open:
             self.send_log(now)
         elif not self.at.is_tail:
@@ -135,8 +137,8 @@ class Chain:
             self._confirm()
 
     def on_commit(self, source: int, message: Message, now: float) -> bool:
-        """A place up to which the next server holds everything; or, from the one before, up to which others have been
-        answered. True if the coordinator should know what has become of it."""
+        """Up to where the next server holds everything, or the one before has answered. True if the coordinator should
+        know what has become of it."""
         if source == self.at.before:
             return self._has_answered(message.place)
         if source != self.at.next:
@@ -166,7 +168,7 @@ class Chain:
         """
         if message.tensor is None:
             sent = self.handover.snapshot_sent
-            if not self.has_newcomer and (sent is None or now - sent >= RESEND_SNAPSHOT):
+            if not self.has_newcomer and (sent is None or now >= self.handover.due):
                 self.send_snapshot(now)  # a newcomer has to wait for its turn
             return False
         came = not self.whole and self.at.is_member
@@ -200,12 +202,11 @@ class Chain:
                 kept = replace(message, tensor=message.tensor.clone(), where=None)
             else:
                 kept = message
-            handed.log[message.place] = kept
+            handed.add(kept)
             self._pass_on(now)
         status, done = attempt(self.machine.apply, message)
-        assert done is not None
-        self.last = message.place
-        self.sessions[message.client] = Session(message.seq, message.place, status, done.value)
+        self.last, value = message.place, None if done is None else done.value
+        self.sessions[message.client] = Session(message.seq, message.place, status, value)
         if self.at.is_tail:
             self._commit(self.last)
         elif not self.at.is_member:
@@ -254,6 +255,7 @@ class Chain:
         self.whole = self.whole or came
         if self.whole and self.at.is_tail:
             self._commit(self.last)
+        self._confirm(first=self.whole)
         return came
 
     def send_again(self, now: float) -> None:

@@ -61,8 +61,10 @@ GENERATION_BITS = 32
 class Coordinator:
     """Membership of one job."""
 
-    def __init__(self, generation: int, send: Send, silence: float = SILENCE) -> None:
-        self._send, self._silence = send, silence
+    def __init__(
+        self, generation: int, send: Send, silence: float = SILENCE, balance: float = BALANCE
+    ) -> None:
+        self._send, self._silence, self._balance_every = send, silence, balance
         self._base = generation << GENERATION_BITS
         self.servers: dict[int, Server] = {}
         self.workers: dict[int, Worker] = {}
@@ -134,7 +136,7 @@ class Coordinator:
         if self._learning_until is None and (self._dirty or not self.view.chains):
             self._dirty = False
             self._decide(now)
-        if now - self._balanced >= BALANCE and self._learning_until is None:
+        if now - self._balanced >= self._balance_every and self._learning_until is None:
             self._balanced = now
             self._balance(now)
         if now - self._told >= 5 * BEAT:  # for those who have missed it
@@ -223,13 +225,8 @@ class Coordinator:
         alive = self.servers
         gone = [server for server in self.view.addresses if server not in alive]
         spare = [server for server in alive if server not in self.view.addresses]
-        empty = heads_without_state(self.view, alive)
-        if (
-            not gone
-            and not empty
-            and not (spare and missing_copies(self.view))
-            and self.view.epoch > self._base
-        ):
+        torn = gone or heads_without_state(self.view, alive) or (spare and missing_copies(self.view))
+        if not torn and self.view.epoch > self._base:
             view = grown(self.view, alive)
             if view is not None and now - self._grew >= _GROW:
                 self._grew = now

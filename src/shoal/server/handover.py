@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.server.message import Message
@@ -20,7 +19,9 @@ class Handover:
     """The log between a server and the next one, by place."""
 
     log: dict[int, Message] = field(default_factory=dict)
-    """What has been applied here and is not known to be held there."""
+    """What has been applied here and is not known to be held there, in its order."""
+    nbytes: int = 0
+    """Of the log's numbers."""
     confirmed: int = 0
     """Up to here, the next server holds everything."""
     passed: int = 0
@@ -32,16 +33,16 @@ class Handover:
     snapshot_sent: float | None = None
     """When a snapshot went there that has not been confirmed."""
 
-    @property
-    def nbytes(self) -> int:
-        """Of the log's numbers."""
-        return sum(m.tensor.nbytes for m in self.log.values() if m.tensor is not None)
-
     def begin(self, place: int) -> None:
         """For another server, which has nothing and gets a snapshot of this place or a later one."""
         self.log.clear()
-        self.confirmed = self.passed = place
+        self.nbytes, self.confirmed, self.passed = 0, place, place
         self.open, self.snapshot_sent = False, None
+
+    def add(self, message: Message) -> None:
+        """The next operation."""
+        self.log[message.place] = message
+        self.nbytes += _size(message)
 
     def confirm(self, place: int) -> None:
         """The next server holds everything up to here."""
@@ -50,22 +51,30 @@ class Handover:
             self.passed = place
         self.confirmed = max(self.confirmed, place)
         self.passed = max(self.passed, place)
-        for at in [at for at in self.log if at <= place]:
-            del self.log[at]
+        while self.log and (first := next(iter(self.log))) <= place:
+            self.nbytes -= _size(self.log.pop(first))
 
     def rewind(self) -> None:
         """What is not confirmed goes out again."""
         self.passed = self.confirmed
 
-    def outgoing(self, now: float) -> Iterator[Message]:
+    def outgoing(self, now: float) -> list[Message]:
         """What should be sent now."""
-        if self.open:
-            while self.passed + 1 in self.log and self.passed - self.confirmed < _WINDOW:
-                self.passed += 1
-                self.due = now + RESEND + self.nbytes / SLOWEST
-                yield self.log[self.passed]
+        found = []
+        while self.open and self.passed + 1 in self.log and self.passed - self.confirmed < _WINDOW:
+            self.passed += 1
+            found.append(self.log[self.passed])
+        if found:
+            places = range(self.confirmed + 1, self.passed + 1)
+            under_way = sum(_size(self.log[at]) for at in places if at in self.log)
+            self.due = now + RESEND + under_way / SLOWEST
+        return found
 
     def sent_snapshot(self, nbytes: int, now: float) -> None:
         """A snapshot is on its way."""
         self.open, self.snapshot_sent = False, now
         self.due = now + RESEND_SNAPSHOT + nbytes / SLOWEST
+
+
+def _size(message: Message) -> int:
+    return 0 if message.tensor is None else message.tensor.nbytes

@@ -77,13 +77,13 @@ def first_view(terms: ServiceTerms, known: Mapping[int, Server]) -> View:
 
 
 def all_whole(view: View, known: Mapping[int, Server]) -> bool:
-    """Whether every shard is whole on as many servers as it should be, by what they said in this view."""
+    """Whether every shard is whole on as many servers as it should be, by what all said in this view."""
     return (
         bool(view.chains)
         and not any(view.newcomers)
+        and all(s in known and known[s].epoch == view.epoch for s in view.addresses)
         and all(
-            len(chain) >= view.replicas
-            and all(s in known and known[s].epoch == view.epoch and shard in known[s].whole for s in chain)
+            len(chain) >= view.replicas and all(s in known and shard in known[s].whole for s in chain)
             for shard, chain in enumerate(view.chains)
         )
     )

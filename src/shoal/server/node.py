@@ -148,10 +148,13 @@ class Node:
             del self.chains[shard]
         self.slot = view.slots.get(self.me, self.slot)
         for shard in sorted(mine):
+            counts = self.me in view.chains[shard]
+            if shard in self.chains and self.chains[shard].at.is_member and not counts:
+                del self.chains[shard]  # it was left out of this chain in a view that did not get here
             if shard not in self.chains:
                 made = Chain(self.me, shard, self._make(view.kinds[shard]), self._send)
                 # Nobody has committed anything without one who is there since the beginning.
-                made.whole = since == view.born and before == 0
+                made.whole = counts and since == view.born and before == 0
                 self.chains[shard] = made
             self.chains[shard].change_view(view, now)
         self._fill_newcomers(now)

@@ -20,6 +20,8 @@ from shoal.world.memory import SharedMemoryUnavailable, copy, host_key
 
 _HOST_BITS = 24
 _OWN_BITS = 39
+_MARK = 64
+"""Bytes before a snapshot, for its number."""
 
 
 def new_id(host: str = "") -> int:
@@ -52,6 +54,8 @@ class Post:
         """Who has not seen which memory that we pointed to: gets its bytes from then on."""
         self._snapshots: dict[tuple[int, int], Slab] = {}
         """Peer and shard -> what the peer has not said yet that it has."""
+        self._sightless: set[int] = set()
+        """Who has not seen a snapshot: gets bytes from then on."""
         self.shared_bytes = 0
         """What others read in memory instead of on the wire."""
 
@@ -82,6 +86,8 @@ class Post:
         for source, message in self.wire.receive(timeout):
             if message.kind == Kind.UNSEEN:
                 self._blind.add((source, str(message.meta)))
+                if (source, message.shard) in self._snapshots:
+                    self._sightless.add(source)
             elif message.kind == Kind.COMMIT:
                 self._snapshots.pop((source, message.shard), None)
             elif message.kind == Kind.VIEW:
@@ -91,6 +97,8 @@ class Post:
                     continue
             if message.where is not None:
                 tensor = self.opened.tensor(message.where)
+                if message.kind == Kind.SNAPSHOT and tensor is not None:
+                    tensor = self._snapshot(message)
                 if tensor is None:
                     told = message.where.path
                     unseen = replace(message, kind=Kind.UNSEEN, where=None, meta=told)
@@ -98,23 +106,37 @@ class Post:
                     if message.kind == Kind.REPLY:  # whoever asked has to ask again, now that it is known
                         found.append((source, unseen))
                     continue
-                if message.kind == Kind.SNAPSHOT:
-                    self.opened.forget(message.where.path)
                 message = replace(message, tensor=tensor)
             found.append((source, message))
         return found
 
     def _shared(self, peer: int, message: Message) -> Message:
-        """A snapshot as memory of its own; as it is where there is none."""
+        """A snapshot as memory of its own; as it is where there is none.
+
+        A path may come to name another snapshot before its message is read. So both say a number of their own.
+        """
         assert message.tensor is not None
+        count = message.tensor.numel()
         try:
-            slab = Slab(message.tensor.nbytes)
+            if peer in self._sightless:
+                return message
+            slab = Slab(_MARK + count)
         except SharedMemoryUnavailable:
             return message
-        tensor = slab.tensor(torch.uint8, 0, message.tensor.numel())
-        copy(tensor, message.tensor)
+        mark = secrets.randbits(62)
+        copy(slab.tensor(torch.uint8, _MARK, count), message.tensor)
+        slab.tensor(torch.int64, 0, 1).fill_(mark)
         self._snapshots[peer, message.shard] = slab
-        return replace(message, tensor=tensor, where=slab.where(torch.uint8, 0, tensor.numel()))
+        where = slab.where(torch.uint8, _MARK, count)
+        return replace(message, tensor=slab.tensor(torch.uint8, _MARK, count), where=where, clock=mark)
+
+    def _snapshot(self, message: Message) -> torch.Tensor | None:
+        """The numbers of a snapshot, if they are those that its message speaks of."""
+        assert message.where is not None
+        mark = self.opened.tensor(replace(message.where, offset=0, count=1, dtype=torch.int64))
+        tensor = self.opened.tensor(message.where)
+        self.opened.forget(message.where.path)
+        return tensor if mark is not None and int(mark) == message.clock else None
 
     def _meet(self, view: View) -> None:
         if view.epoch <= self._epoch:

@@ -60,8 +60,6 @@ class Tide:
         self.network.run(30.0, until=self._recovered)  # let copies catch up
         return self.history
 
-    # Processes.
-
     def _id(self) -> int:
         self._next_id += 1
         return self._next_id
@@ -70,7 +68,8 @@ class Tide:
         self._generation += 1
         generation = self._generation
         self.coordinator = self.network.start(
-            COORDINATOR, lambda send: Coordinator(generation, self._cutting(send), SILENCE)
+            COORDINATOR,
+            lambda send: Coordinator(generation, self._cutting(send), SILENCE, self.shape.balance),
         )
 
     def _start_server(self, slot: int) -> None:
@@ -91,8 +90,6 @@ class Tide:
     def _start_reader(self) -> None:
         me = self._id()
         self.network.start(me, lambda send: SimulatedReader(self, me, send))
-
-    # Faults.
 
     def _plan_faults(self) -> None:
         shape, draw = self.shape, self.network.random
@@ -152,7 +149,7 @@ class Tide:
 
     def _any_server(self) -> int:
         assert self.coordinator is not None
-        return self.network.random.choice(sorted(self.coordinator.view.addresses))
+        return self.network.random.choice(sorted(self.nodes.keys() & self.coordinator.view.addresses.keys()))
 
     def _end_server(self, victim: int) -> None:
         slot = self.nodes[victim].slot
@@ -219,10 +216,12 @@ class Tide:
             self._end_server(self.network.random.choice(victims))
 
     def _make_busy(self) -> None:
-        """Let one server say that it has too much to do, for a while: a shard should move, and nothing be lost."""
-        if self.nodes:
-            victim = self.network.random.choice(sorted(self.nodes))
-            self.nodes[victim].load = lambda: {"busy": 1.0}
+        """Let one server say that it has too much to do: a shard should move, and nothing be lost."""
+        victim = self.network.random.choice([*sorted(self.nodes), 0])
+        for who, node in self.nodes.items():
+            node.load = lambda busy=float(who == victim): {"busy": busy}  # type: ignore[misc]
+        if self.shape.balance < 1.0 and self.history.finished < self.shape.workers:
+            self.network.after(2 * self.shape.balance, self._make_busy)
 
     def _kill_coordinator(self) -> None:
         self.network.kill(COORDINATOR)

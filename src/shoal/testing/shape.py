@@ -31,6 +31,8 @@ class Shape:
     """Where parts are together: so many of a step are not waited for."""
     patience: float = 60.0
     """Seconds that a worker may hold a part."""
+    balance: float = 5.0
+    """Seconds between two looks at how busy servers are; if short, that changes all the time."""
     server_kills: int = 1
     server_stops: int = 0
     server_parts: int = 0
@@ -70,9 +72,12 @@ def shape_of(seed: int, server_kills: int = 1) -> Shape:
     if 0 in (clock["window"], clock.get("then")) and draw.random() < 0.4:
         clock["backup"] = draw.randrange(1, workers)
     hangs = draw.choice([0, 0, 0, 1])
+    replicas = draw.choice([2, 2, 2, 3])
     return Shape(
         seed=seed,
-        servers=draw.choice([2, 3]),
+        servers=replicas + draw.choice([0, 1]),
+        replicas=replicas,
+        balance=draw.choice([5.0, 5.0, 0.2]),
         workers=workers,
         readers=draw.choice([0, 0, 1]),
         shards=draw.choice([1, 2]),
