@@ -3,7 +3,7 @@
     scripts/bench server pause
 
 `shoal run` trains a model with two workers and three servers: a small one, one step every 20 ms or so; one with rows of
-a `SparseEmbedding`; and one of 20 M parameters, of which a new server gets 160 MB with the state of Adam. Now and then
+a `SparseEmbedding`; and one of 20 M parameters, of which a new server gets some 200 MB with Adam. Now and then
 the head of the ledger's chain is killed, its tail, or the coordinator. A pause is the longest time between two steps
 after a kill, less that of a usual step. The next kill comes when all copies are whole again.
 """

@@ -1,9 +1,16 @@
-"""Servers as children of a process: nothing of them is left when they are closed."""
+"""Servers and workers as children of a process: their ends are told, and nothing of them is left."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.watch import Crew, Interrupts
+from shoal.errors import WorkerFailed
 
 SCRIPT = """
 import os, selectors, signal
@@ -32,3 +39,16 @@ def test_no_descriptor_is_left() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True
     )
     assert found.stdout.splitlines() == ["3 False", "[] 0"], found.stderr
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_of_a_worker_is_told_however_it_ended(tmp_path: Path, code: int) -> None:
+    told: list[int] = []
+    with Interrupts() as interrupts:
+        crew = Crew(str(tmp_path), 1, interrupts)
+        crew.ended = told.append
+        crew.add(5, subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({code})"]).pid, [])
+        with contextlib.nullcontext() if code == 0 else pytest.raises(WorkerFailed):
+            crew.watch(30.0)
+        crew.close()
+    assert told == [5]

@@ -62,9 +62,8 @@ class Node:
             self._hear_coordinator(message.meta, now)
             return
         if message.kind == Kind.ASK and now - self._heard > self._lease:
-            self._early.append(
-                (source, message)
-            )  # the coordinator's word is on the way here, if this one counts
+            # The coordinator's word is on the way here, if this server counts.
+            self._early.append((source, message))
             return
         if message.kind == Kind.VIEW:
             self._take_view(View.from_meta(message.meta), now)

@@ -66,7 +66,8 @@ class Post:
 
     def send(self, peer: int, message: Message) -> None:
         """Send, or not: nothing is promised."""
-        if message.kind == Kind.SNAPSHOT and message.tensor is not None and same_host(self.wire.me, peer):
+        near = same_host(self.wire.me, peer) and peer not in self._sightless
+        if message.kind == Kind.SNAPSHOT and message.tensor is not None and near:
             message = self._shared(peer, message)
         if message.where is not None:
             if same_host(self.wire.me, peer) and (peer, message.where.path) not in self._blind:
@@ -96,9 +97,8 @@ class Post:
                 except ValueError:
                     continue
             if message.where is not None:
-                tensor = self.opened.tensor(message.where)
-                if message.kind == Kind.SNAPSHOT and tensor is not None:
-                    tensor = self._snapshot(message)
+                is_snapshot = message.kind == Kind.SNAPSHOT
+                tensor = self._snapshot(message) if is_snapshot else self.opened.tensor(message.where)
                 if tensor is None:
                     told = message.where.path
                     unseen = replace(message, kind=Kind.UNSEEN, where=None, meta=told)
@@ -118,8 +118,6 @@ class Post:
         assert message.tensor is not None
         count = message.tensor.numel()
         try:
-            if peer in self._sightless:
-                return message
             slab = Slab(_MARK + count)
         except SharedMemoryUnavailable:
             return message
