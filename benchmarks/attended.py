@@ -11,9 +11,9 @@ from types import TracebackType
 
 import torch
 
+from shoal.server.door import LOOPBACK
 from shoal.server.host import coordinate, serve
 from shoal.server.keys import JobKeys
-from shoal.server.wire import LOOPBACK
 from shoal.testing.hosts import Hosts
 
 _CONTEXT = multiprocessing.get_context("forkserver")

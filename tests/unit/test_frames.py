@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.server import frame
-from shoal.server.frame import HEAD, MAGIC, PIECE, SUM, BadFrame, checksum, decode, encode, in_pieces
+from shoal.server.frame import HEAD, MAGIC, SUM, BadFrame, checksum, decode, encode
 from shoal.server.keys import JobKeys
 from shoal.server.message import Kind, Message, Where
 
@@ -134,31 +134,6 @@ def test_every_dtype(dtype: torch.dtype, elements: int) -> None:
     assert same(decode(encode(message)), message)
 
 
-@pytest.mark.parametrize("elements", [0, 1, PIECE // 8 - 1, PIECE // 8, PIECE // 8 + 1, PIECE // 2 + 3])
-def test_a_tensor_may_travel_in_pieces(elements: int) -> None:
-    message = example(elements, torch.float64)
-    frames = in_pieces(encode(message))
-    assert len(frames) == 2 + max(1, -(-8 * elements // PIECE))
-    assert same(decode([bytes(frame) for frame in frames]), message)
-    assert in_pieces(encode(Message(Kind.ALIVE))) == encode(Message(Kind.ALIVE))
-
-
-def test_pieces_are_not_exchanged_cut_or_left_out() -> None:
-    frames = [bytes(frame) for frame in in_pieces(encode(example(PIECE // 2 + 3, torch.float64)))]
-    head, (a, b, c, d, e) = frames[:2], frames[2:]
-    for pieces in (
-        [b, a, c, d, e],
-        [a, b, c, d],
-        [a, b, c, d, e, b""],
-        [a, b, c + d, e],
-        [a[:-1], a[-1:] + b, c, d, e],
-        [a, b, c, d + e],
-    ):
-        with pytest.raises(BadFrame):
-            decode([*head, *pieces])
-    assert decode([*head, a + b + c + d + e]).tensor is not None  # in one frame: so it travels without keys
-
-
 def test_nothing_is_copied_on_the_way() -> None:
     tensor = torch.arange(10, dtype=torch.float64)
     frames = encode(Message(Kind.CALL, tensor=tensor))
@@ -238,7 +213,8 @@ def test_what_nobody_would_take_is_not_sent(message: Message) -> None:
     [
         ([], "0 frames"),
         ([b"x"], "1 frames"),
-        ([b"x"] * 4, "a header of 1 bytes"),
+        ([b"x"] * 4, "4 frames"),
+        ([b"x"] * 3, "a header of 1 bytes"),
         ([b"", b"", b""], "a header of 0 bytes"),
         (header(magic=b"HTTP"), "not of this protocol"),
         (header(version=1), "version 1"),

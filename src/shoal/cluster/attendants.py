@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from shoal.cluster.worker import AGAIN_SECONDS, AGAIN_TIMES, die_with, leave_parent
 from shoal.errors import ConfigError
+from shoal.server.door import LOOPBACK
 from shoal.server.host import coordinate, serve
 from shoal.server.keys import JobKeys
 from shoal.server.post import new_id
-from shoal.server.wire import LOOPBACK
 
 _PR_SET_NAME = 15
 _GONE = 256

@@ -18,17 +18,16 @@ import torch
 import xxhash
 
 from shoal.server.message import Kind, Message, Where
+from shoal.server.sealed import TICKET, Part
 
 MAGIC = b"SHOL"
-VERSION = 2
+VERSION = 3
 RAW, CODED = 0, 1
 """Codecs: tensors that travel as they are, and what the compressor of a shard makes of them."""
 META_LIMIT = 64 << 20
 """Bytes of a plain value."""
 PAYLOAD_LIMIT = 16 << 30
 """Bytes of a tensor."""
-PIECE = 1 << 20
-"""Bytes of a frame of a tensor that travels in several: what a core can encrypt without leaving its cache."""
 ITEM_LIMIT = 1 << 20
 """Entries of one list or dict: msgpack makes room for as many as are announced before it has seen them."""
 DEPTH_LIMIT = 64
@@ -58,7 +57,8 @@ _CONTAINERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 """The bytes with which a list or dict of msgpack begins."""
 _PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
-Part = bytes | memoryview
+SEALED = 1
+"""The flag of a message whose tensor comes another way; in its place there is the ticket that opens it (sealed.py)."""
 
 
 class BadFrame(Exception):
@@ -84,8 +84,10 @@ class _Borrowed:
         }
 
 
-def encode(message: Message) -> list[Part]:
+def encode(message: Message, ticket: bytes = b"") -> list[Part]:
     """The frames of a message. The last one is the tensor's own memory: leave it alone until it has been sent.
+
+    With a `ticket`, that is in its place.
 
     If the message says where its tensor is, the bytes stay there. The plain value is read back once, so that what
     nobody would take fails here and not at the other end, in silence.
@@ -94,7 +96,7 @@ def encode(message: Message) -> list[Part]:
     payload: Part = b""
     code = 0
     if message.tensor is not None and message.where is None:
-        code, payload = _code(message.tensor.dtype), _bytes(message.tensor)
+        code, payload = _code(message.tensor.dtype), payload_of(message)
     try:
         head = HEAD.pack(
             MAGIC,
@@ -102,7 +104,7 @@ def encode(message: Message) -> list[Part]:
             message.kind,
             code,
             message.codec,
-            0,
+            SEALED if ticket else 0,
             message.shard,
             message.epoch,
             message.client,
@@ -114,23 +116,49 @@ def encode(message: Message) -> list[Part]:
         )
     except struct.error as error:
         raise BadFrame(f"a number does not fit into the header of a {message.kind.name}: {error}") from None
-    head += SUM.pack(checksum(head, meta, payload))
-    return [head, meta, payload] if code else [head, meta]
+    head += SUM.pack(checksum(head, meta, ticket or payload))
+    return [head, meta, ticket or payload] if code else [head, meta]
 
 
-def in_pieces(frames: Sequence[Part]) -> list[Part]:
-    """The same message with its tensor in frames of `PIECE` bytes: one is decrypted while the next is encrypted."""
-    if len(frames) < 3:
-        return list(frames)
-    payload = memoryview(frames[2])
-    return [*frames[:2], *(payload[at : at + PIECE] for at in range(0, max(1, len(payload)), PIECE))]
+def payload_of(message: Message) -> Part:
+    """The bytes of a message's tensor, where they lie."""
+    tensor = message.tensor
+    if tensor is None:
+        return b""
+    if tensor.dim() != 1 or tensor.device.type != "cpu":
+        raise BadFrame(
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}; send it flat, from the CPU"
+        )
+    if tensor.nbytes > PAYLOAD_LIMIT:
+        raise BadFrame(f"a tensor of {tensor.nbytes} bytes; at most {PAYLOAD_LIMIT} are sent at once")
+    if not tensor.numel():
+        return b""
+    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
-def decode(frames: Sequence[Part]) -> Message:
-    """The message that these frames are. Its tensor lies in the third, if it is the last, and is only to be read."""
-    if len(frames) < 2:
-        raise BadFrame(f"{len(frames)} frames; a message has 2 and those of its tensor")
-    first, meta, pieces = frames[0], frames[1], frames[2:]
+def kind_of(frames: Sequence[Part]) -> int:
+    """What frames say that they are, before anything of them is believed; 0 if they say nothing."""
+    return HEAD.unpack_from(frames[0])[2] if frames and len(frames[0]) >= HEAD.size else 0
+
+
+def sealed_size(frames: Sequence[Part]) -> int | None:
+    """The bytes of the tensor that a message promises and does not carry; None if it carries what it has."""
+    if len(frames) != 3 or len(frames[0]) != HEAD.size + SUM.size or HEAD.unpack_from(frames[0])[5] != SEALED:
+        return None
+    if len(frames[2]) != TICKET.size or SUM.unpack_from(frames[0], HEAD.size)[0] != _sum_of(frames):
+        raise BadFrame("the checksum does not match, or the ticket is none")
+    size: int = HEAD.unpack_from(frames[0])[12]
+    if size > PAYLOAD_LIMIT:
+        raise BadFrame(f"a tensor of {size} bytes; at most {PAYLOAD_LIMIT} are taken")
+    return size
+
+
+def decode(frames: Sequence[Part], payload: Part | None = None) -> Message:
+    """The message that these frames are. Its tensor lies in the third, or in the `payload` that came another way, and
+    is only to be read."""
+    if not 2 <= len(frames) <= 3:
+        raise BadFrame(f"{len(frames)} frames; a message has 2, or 3 with a tensor")
+    first, meta = frames[0], frames[1]
     if len(first) != HEAD.size + SUM.size:
         raise BadFrame(f"a header of {len(first)} bytes; it has {HEAD.size + SUM.size}")
     (
@@ -151,22 +179,24 @@ def decode(frames: Sequence[Part]) -> Message:
     ) = HEAD.unpack_from(first)
     if magic != MAGIC or version != VERSION:
         raise BadFrame(f"not of this protocol: {magic!r}, version {version}; expected {MAGIC!r}, {VERSION}")
-    size = sum(map(len, pieces))
-    if meta_size != len(meta) or payload_size != size:
-        raise BadFrame(f"{len(meta)} and {size} bytes; the header says {meta_size} and {payload_size}")
-    if len(pieces) > 1 and [len(piece) for piece in pieces] != _lengths(size):
-        raise BadFrame(f"a tensor in {len(pieces)} frames that are not of {PIECE} bytes each")
-    if SUM.unpack_from(first, HEAD.size)[0] != checksum(first[: HEAD.size], meta, *pieces):
+    found = payload if payload is not None else frames[2] if len(frames) == 3 else b""
+    if meta_size != len(meta) or payload_size != len(found):
+        raise BadFrame(f"{len(meta)} and {len(found)} bytes; the header says {meta_size} and {payload_size}")
+    if SUM.unpack_from(first, HEAD.size)[0] != _sum_of(frames):
         raise BadFrame("the checksum does not match")
-    if kind not in _KINDS or codec not in (RAW, CODED) or flags:
+    if kind not in _KINDS or codec not in (RAW, CODED) or flags != (SEALED if payload is not None else 0):
         raise BadFrame(f"kind {kind}, codec {codec}, flags {flags}: one of them is unknown")
-    if bool(code) != bool(pieces):
+    if bool(code) != (len(frames) == 3):
         raise BadFrame(f"{len(frames)} frames with dtype {code}")
     value, where = _unpack(meta)
     if code and where is not None:
         raise BadFrame("a tensor that is both here and elsewhere")
-    tensor = _tensor(pieces[0] if len(pieces) == 1 else _joined(pieces, size), _dtype(code)) if code else None
+    tensor = _tensor(found, _dtype(code)) if code else None
     return Message(_KINDS[kind], epoch, shard, client, seq, place, clock, value, tensor, where, codec)
+
+
+def _sum_of(frames: Sequence[Part]) -> int:
+    return checksum(frames[0][: HEAD.size], *frames[1:])
 
 
 def checksum(head: Part, meta: Part, *payload: Part) -> int:
@@ -175,20 +205,6 @@ def checksum(head: Part, meta: Part, *payload: Part) -> int:
     for part in (meta, *payload):
         sum_.update(part)
     return sum_.intdigest()
-
-
-def _lengths(size: int) -> list[int]:
-    """Those of the pieces of a tensor of so many bytes."""
-    return [min(PIECE, size - at) for at in range(0, size, PIECE)]
-
-
-def _joined(pieces: Sequence[Part], size: int) -> memoryview:
-    if size > PAYLOAD_LIMIT:
-        raise BadFrame(f"a tensor of {size} bytes; at most {PAYLOAD_LIMIT} are taken")
-    whole = np.empty(size, np.uint8)
-    for number, piece in enumerate(pieces):
-        whole[number * PIECE : number * PIECE + len(piece)] = np.frombuffer(piece, np.uint8)
-    return whole.data
 
 
 def _pack(meta: Any, where: Where | None) -> bytes:
@@ -264,18 +280,6 @@ def _dtype(code: int) -> torch.dtype:
     if code not in DTYPES:
         raise BadFrame(f"dtype {code} is unknown")
     return DTYPES[code]
-
-
-def _bytes(tensor: torch.Tensor) -> Part:
-    if tensor.dim() != 1 or tensor.device.type != "cpu":
-        raise BadFrame(
-            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}; send it flat, from the CPU"
-        )
-    if tensor.nbytes > PAYLOAD_LIMIT:
-        raise BadFrame(f"a tensor of {tensor.nbytes} bytes; at most {PAYLOAD_LIMIT} are sent at once")
-    if not tensor.numel():
-        return b""
-    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def _tensor(payload: Part, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from shoal.server.coordinator import Coordinator
 from shoal.server.dense import Dense
+from shoal.server.door import LOOPBACK
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
 from shoal.server.machine import Machine
@@ -18,7 +19,7 @@ from shoal.server.node import BEAT, COORDINATOR, Node
 from shoal.server.outcome import MALFORMED
 from shoal.server.post import Post, new_id
 from shoal.server.rows import Rows
-from shoal.server.wire import LOOPBACK, Wire
+from shoal.server.wire import Wire
 
 LATE_SECONDS = 10.0
 """How much later than the first, which is done already, another worker may come."""

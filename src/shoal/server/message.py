@@ -5,6 +5,7 @@ server            REPLY. FORWARD an operation to the next in the chain, COMMIT b
                   SNAPSHOT to one that joins. UNSEEN: memory that a message pointed to cannot be opened here.
 coordinator       VIEW to everybody: who serves which shard. Servers and workers send it ALIVE;
                   a server says READY when it holds a shard whole.
+transport         BULK between two processes: where sealed tensors go (bulk.py). Nobody above sees it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Kind(enum.IntEnum):
     VIEW = 10
     READY = 11
     BYE = 12
+    BULK = 13
 
 
 @dataclass(frozen=True, slots=True)

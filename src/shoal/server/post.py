@@ -76,7 +76,7 @@ class Post:
                 message = replace(message, tensor=None)
             else:
                 message = replace(message, where=None)
-        if message.kind == Kind.REPLY and message.tensor is not None:
+        if message.kind == Kind.REPLY and message.tensor is not None and not self.wire.seals(peer, message):
             # The socket sends later, and by then the values may have changed.
             message = replace(message, tensor=message.tensor.clone())
         self.wire.send(peer, message)

@@ -5,42 +5,36 @@ Nothing here blocks except `receive`, nothing is resent, and nothing is promised
 in order with its sender's others, or it does not arrive. The protocol above repeats itself until it is answered.
 
 With keys, all traffic is encrypted and only holders of the job's keys get in (CURVE; a handler of ZAP checks the
-client's). Without keys, nothing leaves this host.
+client's). Large tensors are sealed and go another way (bulk.py). Without keys, nothing leaves this host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import ipaddress
 import math
-import re
 import socket
-import struct
 import time
+from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import zmq
-from zmq.utils import z85
 
 from shoal.errors import ConfigError
-from shoal.server.frame import PAYLOAD_LIMIT, BadFrame, decode, encode, in_pieces
+from shoal.server.bulk import LEAST, Bulk, Socket, name_of, number_of, open_socket
+from shoal.server.door import LOOPBACK, Gate, check_address, host_in
+from shoal.server.frame import PAYLOAD_LIMIT, BadFrame, decode, encode, kind_of, payload_of
+from shoal.server.inbox import Inbox
 from shoal.server.keys import JobKeys
-from shoal.server.message import Message
+from shoal.server.message import Kind, Message
+from shoal.server.sealed import Part, can_seal, new_ticket
 
-LOOPBACK = "tcp://127.0.0.1:*"
-"""Listen for processes of this host, at whichever port is free."""
 _QUEUE = 1000
 """Messages that wait for one peer, or from one."""
 _AT_ONCE = 256
 """Messages that one `receive` takes from a socket, so that no sender can keep the others waiting."""
-_CIPHERS = 2
-"""Threads that encrypt and decrypt; connections are dealt out to them."""
-_NAME = struct.Struct("<cQ")
-"""How a node is called on the wire; names that begin with a zero byte belong to zmq."""
-_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/;\[\]]+):(\*|[0-9]{1,5})")
-
-Socket = zmq.Socket[bytes]
+_THREADS = 2
+"""They talk to the system and encrypt; zmq deals connections out to them."""
 
 
 class Wire:
@@ -56,20 +50,23 @@ class Wire:
         """Where others connect to, with the real port. Who listens at every interface knows his own host name."""
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.refused = 0
-        """Messages that were dropped because they were none."""
         self.unsent = 0
         """Messages that were not taken: no way to the peer, or too many wait for it already."""
-        self._name, self._keys = _NAME.pack(b"n", me), keys
+        self._keys = keys
         if listen is not None:
-            _check_address(listen, keys)
+            check_address(listen, keys)
         # Without keys, threads of one process may meet in memory, for which they need the same context.
-        self._context = zmq.Context(_CIPHERS) if keys is not None else zmq.Context.instance()
+        self._context = zmq.Context(_THREADS) if keys is not None else zmq.Context.instance()
         self._dealers: dict[int, tuple[str, Socket]] = {}
         self._peers: dict[Socket, int] = {}
         self._router: Socket | None = None
-        self._gate: _Gate | None = None
+        self._gate: Gate | None = None
         self._poller = zmq.Poller()
+        self._inbox = Inbox()
+        self._bulk: Bulk | None = None
+        words = set[bytes]()
+        if keys is not None and can_seal():
+            self._bulk = Bulk(self._context, self._poller, me, words, self._say)
         self._ears, self._alarm = socket.socketpair()
         self._ears.setblocking(False)
         self._alarm.setblocking(False)
@@ -77,14 +74,19 @@ class Wire:
         self._closed = False
         if listen is not None:
             try:
-                self._listen(listen)
+                self._listen(listen, words)
             except BaseException:
                 self.close()
                 raise
 
-    def _listen(self, address: str) -> None:
+    @property
+    def refused(self) -> int:
+        """Messages that were dropped because they were none."""
+        return self._inbox.refused
+
+    def _listen(self, address: str, words: set[bytes]) -> None:
         if self._keys is not None:
-            self._gate = _Gate(self._context, self._keys)  # before the first stranger can knock
+            self._gate = Gate(self._context, self._keys, words)  # before the first stranger can knock
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._router = router = self._socket(zmq.ROUTER, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -100,6 +102,8 @@ class Wire:
             raise ConfigError(f"cannot listen at '{address}': {error.strerror}; name another.") from None
         self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._poller.register(router, zmq.POLLIN)
+        if self._bulk is not None and (host := host_in(self.address)):
+            self._bulk.listen(host)
 
     def connect(self, peer: int, address: str) -> None:
         """From now on, messages to `peer` go to this address; they wait while it cannot be reached."""
@@ -107,13 +111,11 @@ class Wire:
             raise ValueError("this wire is closed")
         if peer in self._dealers and self._dealers[peer][0] == address:
             return
-        _check_address(address, self._keys)
+        check_address(address, self._keys)
         self.disconnect(peer)
         dealer = self._socket(zmq.DEALER, address)
-        dealer.setsockopt(zmq.ROUTING_ID, self._name)
+        dealer.setsockopt(zmq.ROUTING_ID, name_of(self.me))
         if self._keys is not None:
-            taken = [other.getsockopt(zmq.AFFINITY) for _, other in self._dealers.values()]
-            dealer.setsockopt(zmq.AFFINITY, min((1 << n for n in range(_CIPHERS)), key=taken.count))
             dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
@@ -132,32 +134,31 @@ class Wire:
             del self._peers[dealer]
             self._poller.unregister(dealer)
             dealer.close(linger=0)
+            self._inbox.forget(peer)
+            if self._bulk is not None:
+                self._bulk.forget(peer)
 
     def send(self, peer: int, message: Message) -> bool:
-        """Hand over a message; False if there is no way to `peer` or its queue is full. Never waits.
+        """Hand over a message; False if there is no way to `peer` or its queue is full. Waits for nobody.
 
-        The tensor's memory is sent as it lies there: it must not change until the peer has answered. If it does, the
-        peer drops the message, for its checksum is wrong.
+        Unless it is sealed (`seals`), the tensor's memory is sent as it lies there: it must not change until the peer
+        has answered. If it does, the peer drops the message, for its checksum is wrong.
         """
-        frames = encode(message) if self._keys is None else in_pieces(encode(message))
-        size = sum(map(len, frames))
-        if peer in self._dealers:
-            target = self._dealers[peer][1]
-        elif self._router is not None:
-            target = self._router
-            frames.insert(0, _NAME.pack(b"n", peer))
-        else:
+        promised = self.seals(peer, message)
+        if _is_large(message) and self._bulk is not None and self._send_sealed(self._bulk, peer, message):
+            return True
+        if promised and message.tensor is not None:
+            message = replace(message, tensor=message.tensor.clone())
+        frames = encode(message)
+        if not self._hand_over(peer, frames):
             self.unsent += 1
             return False
-        try:
-            target.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self.unsent += 1
-            return False
-        self.sent_bytes += size
+        self.sent_bytes += sum(map(len, frames))
         return True
+
+    def seals(self, peer: int, message: Message) -> bool:
+        """Whether `send` makes a copy of this message's tensor, which may change from then on."""
+        return self._bulk is not None and _is_large(message) and self._bulk.reaches(peer)
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
         """What has arrived, with its senders; waits up to `timeout` seconds for the first, or until `wake`.
@@ -166,7 +167,6 @@ class Wire:
         """
         if self._closed:
             raise ValueError("this wire is closed")
-        arrived: list[tuple[int, Message]] = []
         end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
@@ -174,12 +174,15 @@ class Wire:
             for source, _ in self._poller.poll(math.ceil(left * 1000)):
                 if self._gate is not None and source is self._gate.socket:
                     self._gate.answer()
+                elif self._bulk is not None and self._bulk.owns(source):
+                    self.received_bytes += self._bulk.take(source, self._inbox)
                 elif isinstance(source, zmq.Socket):
-                    self._take(source, arrived)
+                    self._take(source)
                 else:
                     woken = True
                     with contextlib.suppress(BlockingIOError):
                         self._ears.recv(4096)
+            arrived = self._arrived()
             if arrived or woken or left == 0:
                 return arrived
 
@@ -198,6 +201,8 @@ class Wire:
             dealer.close(linger=late)
         if self._router is not None:
             self._router.close(linger=late)
+        if self._bulk is not None:
+            self._bulk.close(late)
         if self._gate is not None:
             self._gate.socket.close(linger=0)
         self._dealers, self._peers, self._router = {}, {}, None
@@ -215,20 +220,28 @@ class Wire:
         self.close()
 
     def _socket(self, kind: int, address: str) -> Socket:
-        made: Socket = self._context.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
+        made = open_socket(self._context, kind, address)
         made.setsockopt(zmq.SNDHWM, _QUEUE)
         made.setsockopt(zmq.RCVHWM, _QUEUE)
         made.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_LIMIT)
-        made.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        made.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that vanished is noticed after a minute
-        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        made.setsockopt(zmq.IPV6, "[" in address)
         return made
 
-    def _take(self, source: Socket, arrived: list[tuple[int, Message]]) -> None:
+    def _hand_over(self, peer: int, frames: list[Part]) -> bool:
+        if peer in self._dealers:
+            target = self._dealers[peer][1]
+        elif self._router is not None:
+            target, frames = self._router, [name_of(peer), *frames]
+        else:
+            return False
+        try:
+            target.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        return True
+
+    def _take(self, source: Socket) -> None:
         for _ in range(_AT_ONCE):
             try:
                 frames = [frame.buffer for frame in source.recv_multipart(zmq.NOBLOCK, copy=False)]
@@ -236,54 +249,47 @@ class Wire:
                 return
             self.received_bytes += sum(map(len, frames))
             try:
-                sender = _sender(frames.pop(0)) if source is self._router else self._peers[source]
-                arrived.append((sender, decode(frames)))
+                sender = number_of(frames.pop(0)) if source is self._router else self._peers[source]
             except BadFrame:
-                self.refused += 1
+                self._inbox.refused += 1
+                continue
+            if kind_of(frames) == Kind.BULK:
+                self._hear(sender, frames)
+            else:
+                self._inbox.letter(sender, frames, time.monotonic())
+
+    def _hear(self, sender: int, frames: list[memoryview]) -> None:
+        """What another wire says to this one; it does not wait behind tensors, for it is about them."""
+        try:
+            told = decode(frames).meta
+        except BadFrame:
+            self._inbox.refused += 1
+            return
+        if self._bulk is not None:
+            address, _ = self._dealers.get(sender, ("", None))
+            self._bulk.hear(sender, told, host_in(address), self._inbox, time.monotonic())
+
+    def _arrived(self) -> list[tuple[int, Message]]:
+        """What is whole by now."""
+        for sender in self._inbox.overdue(time.monotonic()):
+            self._say(sender, False)
+        found, self._inbox.ready = self._inbox.ready, []
+        return found
+
+    def _send_sealed(self, bulk: Bulk, peer: int, message: Message) -> bool:
+        """Send the tensor another way, and the message without it; False if there is no such way yet."""
+        if not bulk.reaches(peer):
+            bulk.ask(peer, peer in self._dealers, time.monotonic())
+            return False
+        ticket = new_ticket()
+        frames = encode(message, ticket)
+        sent = bulk.send(peer, payload_of(message), ticket, lambda: self._hand_over(peer, frames))
+        self.sent_bytes += sent + (sum(map(len, frames)) if sent else 0)
+        return sent > 0
+
+    def _say(self, peer: int, told: Any) -> bool:
+        return self._hand_over(peer, encode(Message(Kind.BULK, meta=told)))
 
 
-class _Gate:
-    """Lets in who connects with the client key of this job. zmq asks it at every handshake (ZAP)."""
-
-    def __init__(self, context: zmq.Context[Socket], keys: JobKeys) -> None:
-        self._key = z85.decode(keys.client_public)
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind("inproc://zeromq.zap.01")
-
-    def answer(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                question = self.socket.recv_multipart(zmq.NOBLOCK)
-                # Version, number, domain, address, name, mechanism, then the client's key.
-                known = len(question) == 7 and question[5] == b"CURVE"
-                known = known and hmac.compare_digest(question[6], self._key)
-                verdict = (b"200", b"OK") if known else (b"400", b"not of this job")
-                self.socket.send_multipart([b"1.0", question[1], *verdict, b"", b""], zmq.NOBLOCK)
-
-
-def _sender(name: memoryview) -> int:
-    letter, number = _NAME.unpack(name) if len(name) == _NAME.size else (b"", 0)
-    if letter != b"n":
-        raise BadFrame("a sender without a number")
-    return int(number)
-
-
-def _check_address(address: str, keys: JobKeys | None) -> None:
-    kind = address.partition("://")[0]
-    found = _TCP.fullmatch(address)
-    if not found and (kind not in ("ipc", "inproc") or len(address) <= len(kind) + 3):
-        raise ConfigError(f"'{address}' is not an address; write one like '{LOOPBACK}'.")
-    if keys is not None and kind == "inproc":
-        raise ConfigError(
-            f"'{address}' is inside of one process, where keys protect nothing; leave them out."
-        )
-    if keys is None and found and not _stays_here(found[1].strip("[]")):
-        raise ConfigError(f"'{address}' can be reached from other hosts; that takes the job's keys.")
-
-
-def _stays_here(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _is_large(message: Message) -> bool:
+    return message.tensor is not None and message.where is None and message.tensor.nbytes >= LEAST
