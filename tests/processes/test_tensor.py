@@ -228,9 +228,9 @@ def steps(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     locals_ = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named.items()}
     held = [nn.Parameter(local.detach()) for local in locals_.values()]
-    # The bias of an attention's keys has a gradient of zero, so all that is seen of it is rounding, around 1e-17, which
-    # AdamW divides by its eps of 1e-8. A larger rate than its default would show that here, however right the sums are.
-    optimizer = torch.optim.AdamW(held, lr=1e-3, weight_decay=0.1)
+    # The bias of an attention's keys has a gradient of zero, so all that is seen of it is rounding, 1e-17 to 1e-15 by
+    # processor, which AdamW divides by its eps. Its default of 1e-8 would show that here, however right the sums are.
+    optimizer = torch.optim.AdamW(held, lr=1e-3, eps=1e-6, weight_decay=0.1)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
