@@ -25,15 +25,15 @@ def _cut_small(name: str, megabytes: float) -> str:
 
 
 def hand_over(world: World) -> dict[tuple[str, str, str], float]:
-    """Train 4 steps under one exchange, move the whole state into another, train 4 more; beside 8 in one go."""
+    """Train 3 steps under one exchange, move the whole state into another, train 2 more; beside 5 in one go."""
     gaps = {}
     for turn, toy in enumerate(("unused", "odd", "frozen")):
         for at, first in enumerate(NAMES):
             parts = toy_parts(world, TOYS[toy], _cut_small(first, 0.002))
-            for number in range(4):
+            for number in range(3):
                 run_step(parts, number)
             held, state = parts.exchange.parameters(), parts.exchange.optimizer_state()
-            for number in range(4, 8):
+            for number in range(3, 5):
                 run_step(parts, number)
             wanted = parts.exchange.parameters()
             for second in NAMES[(turn + at) % 3 :: 3]:  # every pair once, on one of the toys
@@ -41,7 +41,7 @@ def hand_over(world: World) -> dict[tuple[str, str, str], float]:
                 give_parameters(other.exchange, held)
                 world.barrier()
                 other.exchange.load_optimizer_state(state)
-                for number in range(4, 8):
+                for number in range(3, 5):
                     run_step(other, number)
                 found = other.exchange.parameters()
                 gaps[toy, first, second] = max(float((found[n] - wanted[n]).abs().max()) for n in wanted)

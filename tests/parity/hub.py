@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.testing.spawn import PRELOADED, warm
 from shoal.testing.toys import Toy, classify
 
 
@@ -45,3 +47,11 @@ HUB = {
     "gpt2": Toy("GPT-2", gpt2, tokens=True, clip=0.5, loss=of_logits),
     "llama": Toy("Llama", llama, tokens=True, loss=of_logits),
 }
+
+
+def load_for_workers() -> None:
+    """Let workers be forked from a process that has these models: else each takes four seconds to import them."""
+    files = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
+    warm().set_forkserver_preload([*PRELOADED, *files])
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    forkserver.ensure_running()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sized import SIZED
 from torch import nn
 
 from shoal.testing.parity import Trace, largest_difference, run_toy
@@ -84,10 +85,12 @@ MADE = {
     "strange": Toy("what cannot be cut", Strange, tokens=True),
 }
 EVERY = {**dict(TOYS.items()), **MADE}
+STEPS = 6
+"""Two epochs of the toys with a last batch that is too small, three of the others."""
 
 
 def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, Trace]:
-    return {name: run_toy(world, EVERY[name], strategy) for name in names}
+    return {name: run_toy(world, EVERY[name], strategy, STEPS) for name in names}
 
 
 def check(strategy: str, workers: int, names: list[str] | None = None, backend: str = "auto") -> None:
@@ -95,7 +98,7 @@ def check(strategy: str, workers: int, names: list[str] | None = None, backend: 
     traces = spawn(run_toys, workers, strategy, chosen, backend=backend)
     for name in chosen:
         toy = EVERY[name]
-        wanted = run_toy(World.alone(), toy, "solo", accumulate=workers * toy.accumulate)
+        wanted = run_toy(World.alone(), toy, "solo", STEPS, accumulate=workers * toy.accumulate)
         for rank, found in enumerate(traces):
             gap, where = largest_difference(wanted, found[name])
             assert gap < 1e-12, f"{name} under {strategy}, rank {rank} of {workers}: {gap:.2e} at {where}"
@@ -116,9 +119,9 @@ def test_options_change_no_number(option: str) -> None:
     check(f"zero3({option})", 2)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_replicas(replicas: int) -> None:
-    check(f"zero3(replicas={replicas})", 4)
+@pytest.mark.parametrize(("replicas", "names"), [(2, list(EVERY)), (4, [*MADE, *SIZED])], ids=["2", "4"])
+def test_replicas(replicas: int, names: list[str]) -> None:
+    check(f"zero3(replicas={replicas})", 4, names)
 
 
 def test_by_messages() -> None:

@@ -1,4 +1,4 @@
-"""Scripts as a user writes them, and the three ways to start one."""
+"""Scripts as a user writes them, and the three ways to start one, each warm (see `warm`) or in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from warm import Command
 
 from shoal.report.events import last_pass, read_events
 
@@ -68,7 +71,13 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+def start(folder: Path, *command: str) -> Command:
+    """`python ...`, forked from a process that has torch loaded."""
+    return Command(folder, environment(folder), command)
+
+
+def fresh(folder: Path, *command: str) -> subprocess.Popen[str]:
+    """`python ...`, as a shell starts it."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -79,13 +88,17 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> Done:
+Start = Callable[..., "subprocess.Popen[str] | Command"]
+
+
+def finish(process: subprocess.Popen[str] | Command) -> Done:
     try:
         out, err = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"no end after {DEADLINE:.0f} s:\n{out}\n{err}") from None
+    assert process.returncode is not None
     return Done(process.returncode, out, err, time.time())
 
 
@@ -95,18 +108,18 @@ def write(folder: Path, text: str, name: str = "train.py") -> str:
     return name
 
 
-def shoal(folder: Path, *args: str) -> Done:
+def shoal(folder: Path, *args: str, start: Start = start) -> Done:
     """`shoal ...` in a folder."""
     return finish(start(folder, "-m", "shoal", *args))
 
 
-def python(folder: Path, *args: str) -> Done:
+def python(folder: Path, *args: str, start: Start = start) -> Done:
     """`python ...`"""
     return finish(start(folder, *args))
 
 
-def torchrun(folder: Path, *args: str) -> Done:
-    """`torchrun --nproc-per-node 2 ...`"""
+def torchrun(folder: Path, *args: str, start: Start = start) -> Done:
+    """`torchrun --nproc-per-node 2 ...`, whose workers are fresh interpreters always."""
     options = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     return finish(start(folder, "-m", "torch.distributed.run", *options, *args))
 

@@ -55,15 +55,16 @@ def load(world: World, root: str) -> list[str]:
     """Each checkpoint in turn becomes the latest; each strategy takes it over."""
     wrong = []
     readers = [Reader.of(found) for found in look(Path(root))]
+    kept = [{path: reader.read(path) for path in reader.manifest.tensors} for reader in readers]
     for strategy in STRATEGIES[world.size]:
         parts = toy_parts(world, TABLE["stack"], strategy)
         checkpoints = Checkpoints(parts, strategy, Wishes(Path(root)))
-        for reader in readers:
+        for reader, wanted in zip(readers, kept, strict=True):
             checkpoints.take_over(reader)
             world.barrier()
             found = contents(parts)
-            for path in reader.manifest.tensors:
-                if not same(found.get(path), reader.read(path)):
+            for path, value in wanted.items():
+                if not same(found.get(path), value):
                     wrong.append(f"{reader.manifest.plan} on {reader.manifest.workers} -> {strategy}: {path}")
             world.barrier()
     return wrong

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import finish, start
+from warm import Command
 
 from shoal.bench.text import size_for
 from shoal.errors import ConfigError
@@ -76,7 +77,7 @@ def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path) -> None
         assert namespaces(process.pid) == []
 
 
-def _hosts_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def _hosts_of(process: Command) -> list[psutil.Process]:
     """The processes on the two hosts, once there are two that run Python."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -12,12 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import python
+from warm import Command
 
 from shoal.testing.hosts import INTERFACE, Hosts, make_hosts
+from shoal.testing.spawn import warm
 
 PORT = 29518
 MB = 10**6
@@ -61,7 +64,7 @@ def _enter(act: Callable[..., Any], hosts: Hosts, host: int, answers: Any) -> No
 
 def on_every_host(act: Callable[..., Any], hosts: Hosts) -> list[Any]:
     """`act(hosts, number)` in a process on each host; what they return."""
-    context = multiprocessing.get_context("forkserver")
+    context = warm()
     answers = context.Queue()
     numbers = range(len(hosts.names))
     started = [context.Process(target=_enter, args=(act, hosts, n, answers), daemon=True) for n in numbers]
@@ -207,12 +210,16 @@ def test_nothing_is_left() -> None:
     assert interfaces() == []
 
 
-def _start(hosts: Hosts, host: int, strategy: str, log: Path, script: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "shoal", "run", "--workers", "2", "--hosts", "2", "--host", str(host)]
+def _start(
+    hosts: Hosts, host: int, strategy: str, log: Path, script: Path, fresh: bool = False
+) -> subprocess.Popen[str] | Command:
+    words = ["-m", "shoal", "run", "--workers", "2", "--hosts", "2", "--host", str(host)]
     words += ["--at", f"{hosts.addresses[0]}:29517", "--strategy", strategy, str(script), str(log)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not fresh:
+        return Command(script.parent, environment, words, partial(hosts.enter, host))
     return subprocess.Popen(
-        hosts.command(host, *words),
+        hosts.command(host, sys.executable, *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -230,7 +237,8 @@ def test_two_hosts_of_two_workers_train_as_one_process(tmp_path: Path, strategy:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with make_hosts(2) as hosts:
-        started = [_start(hosts, host, strategy, tmp_path / "two", script) for host in range(2)]
+        fresh = strategy == "zero2"  # one of the two in an interpreter that begins on its host
+        started = [_start(hosts, host, strategy, tmp_path / "two", script, fresh) for host in range(2)]
         try:
             outputs = [process.communicate(timeout=90) for process in started]
         finally:
@@ -238,19 +246,17 @@ def test_two_hosts_of_two_workers_train_as_one_process(tmp_path: Path, strategy:
                 process.kill()
     assert [process.returncode for process in started] == [0, 0], outputs
     assert "hosts 2" in outputs[0][0]
-    alone = subprocess.run(
-        [sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90
-    )
-    assert alone.returncode == 0, alone.stderr
+    alone = python(tmp_path, str(script), str(tmp_path / "one"))
+    assert alone.code == 0, alone.err
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)
 
 
-def _serve(hosts: Hosts, host: int, keys: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "shoal", "server", "--listen", f"{hosts.addresses[host]}:7077"]
+def _serve(hosts: Hosts, host: int, keys: Path) -> Command:
+    words = ["-m", "shoal", "server", "--listen", f"{hosts.addresses[host]}:7077"]
     words += ["--keys", str(keys), "--servers", "1"]
     words += ["--join", f"{hosts.addresses[0]}:7077"] * (host > 0)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(hosts.command(host, *words), stderr=subprocess.PIPE, text=True, env=environment)
+    return Command(keys.parent, environment, words, partial(hosts.enter, host))
 
 
 def test_servers_on_two_hosts_and_one_of_them_is_lost(tmp_path: Path) -> None:
@@ -260,11 +266,9 @@ def test_servers_on_two_hosts_and_one_of_them_is_lost(tmp_path: Path) -> None:
     with make_hosts(2) as hosts, ExitStack() as stack:
         servers = []
         for host in range(2):
-            servers.append(stack.enter_context(_serve(hosts, host, keys)))
+            servers.append(_serve(hosts, host, keys))
             stack.callback(servers[-1].kill)
-            said = servers[-1].stderr
-            assert said is not None
-            assert "1 server of the coordinator" in said.readline()
+            assert "1 server of the coordinator" in servers[-1].first_error()
         strategy = f"ps(at={hosts.addresses[0]}:7077, keys={keys})"
         started = [_start(hosts, host, strategy, log, script) for host in range(2)]
         for process in started:
@@ -276,9 +280,7 @@ def test_servers_on_two_hosts_and_one_of_them_is_lost(tmp_path: Path) -> None:
         servers[1].kill()
         outputs = [process.communicate(timeout=90) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
-    alone = subprocess.run(
-        [sys.executable, script, tmp_path / "one"], capture_output=True, text=True, timeout=90
-    )
-    assert alone.returncode == 0, alone.stderr
+    alone = python(tmp_path, str(script), str(tmp_path / "one"))
+    assert alone.code == 0, alone.err
     assert len(_losses(log)) == 12
     assert _losses(log) == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)

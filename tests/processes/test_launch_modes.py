@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import losses, python, shoal, torchrun, write
+from commands import fresh, losses, python, shoal, torchrun, write
 
 TRAIN = """
 run = shoal.Run(**settings, precision="fp64", accumulate=2 // int(os.environ.get("WORLD_SIZE", "1")))
@@ -20,14 +20,23 @@ def test_three_ways_to_start_one_script(tmp_path: Path) -> None:
     script = write(tmp_path, TRAIN)
     found = {}
     for name, begin in (
-        ("python", lambda: python(tmp_path, script)),
+        ("python", lambda: python(tmp_path, script, start=fresh)),
         (
             "shoal",
             lambda: shoal(
-                tmp_path, "run", "--workers", "2", "--strategy", "zero1", "--output", "all", script
+                tmp_path,
+                "run",
+                "--workers",
+                "2",
+                "--strategy",
+                "zero1",
+                "--output",
+                "all",
+                script,
+                start=fresh,
             ),
         ),
-        ("torchrun", lambda: torchrun(tmp_path, script)),
+        ("torchrun", lambda: torchrun(tmp_path, script, start=fresh)),
     ):
         done = begin()
         assert done.code == 0, done.err

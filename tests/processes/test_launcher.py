@@ -1,4 +1,7 @@
-"""The real command in real processes: `python -m shoal run` with small scripts that need no Shoal inside."""
+"""The real command in real processes: `python -m shoal run` with small scripts that need no Shoal inside.
+
+Where it matters what is imported when, and where nothing is imported, the interpreter is a fresh one (see `warm`).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm import Command
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 # Each worker of these scripts says that it lives by writing its process id, and then waits to be ended.
 WAIT = """
@@ -35,13 +39,13 @@ class Shell:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[subprocess.Popen[str] | Command] = []
 
     def script(self, text: str) -> str:
         (self.folder / "train.py").write_text(text)
         return "train.py"
 
-    def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, fresh: bool = False, **environment: str) -> subprocess.Popen[str] | Command:
         paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
         # The tester's own choice of threads must not hide what the launcher chooses.
         inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
@@ -52,15 +56,24 @@ class Shell:
             "NO_COLOR": "1",
             **environment,
         }
-        command = [sys.executable, "-m", "shoal", *args]
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command = ["-m", "shoal", *args]
+        process = (
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.folder,
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            if fresh
+            else Command(self.folder, env, command)
         )
         self.started.append(process)
         return process
 
-    def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return finish(self.start(*args, **environment))
+    def run(self, *args: str, fresh: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+        return finish(self.start(*args, fresh=fresh, **environment))
 
     def pids(self, workers: int) -> list[int]:
         """Process ids of a WAIT script's workers, once all of them live."""
@@ -72,8 +85,9 @@ class Shell:
         return [path.name for path in self.temporary.glob("shoal-*")]
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str] | Command) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -130,7 +144,7 @@ def seen(shell: Shell, rank: int) -> dict[str, object]:
 def test_workers_know_their_place_and_share_one_import(shell: Shell) -> None:
     options = ["--workers", "3", "--threads", "1", "--strategy", "ddp", "--steps", "2ep"]
     settings = ["--set", "clip=0.5", "--set", "resume=false", "--set", "name=a=b"]
-    done = shell.run("run", *options, *settings, shell.script(SHOW), "--lr", "1", "--", "-x")
+    done = shell.run("run", *options, *settings, shell.script(SHOW), "--lr", "1", "--", "-x", fresh=True)
     assert (done.returncode, done.stderr) == (0, "err 0\n")
     assert done.stdout == "out 0\nno newline at the end", "only the first worker prints"
     expected = {"strategy": "ddp", "steps": "2ep", "clip": 0.5, "resume": False, "name": "a=b"}
@@ -176,7 +190,7 @@ if rank == "2":
     raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
 time.sleep(60)
 """
-    done = shell.run("run", "--workers", "4", shell.script(WAIT + fail))
+    done = shell.run("run", "--workers", "4", shell.script(WAIT + fail), fresh=True)
     assert done.returncode == 1
     first, *_, last = done.stderr.splitlines()
     assert first == "shoal: worker 1 of 4 failed:"
@@ -203,7 +217,9 @@ def test_config_error_is_one_sentence(shell: Shell) -> None:
 def test_fresh_interpreters_where_forking_is_unsafe(shell: Shell) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("OpenBLAS starts no thread on one core, so forking is safe here")
-    done = shell.run("run", "--workers", "2", shell.script(SHOW + REFUSE), "--x", OPENBLAS_NUM_THREADS="2")
+    done = shell.run(
+        "run", "--workers", "2", shell.script(SHOW + REFUSE), "--x", fresh=True, OPENBLAS_NUM_THREADS="2"
+    )
     assert (done.returncode, done.stdout) == (2, "out 0\nno newline at the end")
     assert done.stderr == "err 0\nshoal: 7 is odd; use 8.\n"
     found = seen(shell, 0)
@@ -255,7 +271,8 @@ def test_launcher_killed_outright_leaves_no_worker(shell: Shell) -> None:
 def test_signals_end_everything_quietly(shell: Shell, number: signal.Signals, code: int) -> None:
     # A shell without job control starts background jobs with SIGINT ignored, which children would inherit.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    launcher = shell.start("run", "--workers", "2", shell.script(WAIT + "time.sleep(60)"))
+    fresh = number == signal.SIGINT
+    launcher = shell.start("run", "--workers", "2", shell.script(WAIT + "time.sleep(60)"), fresh=fresh)
     signal.signal(signal.SIGINT, before)
     pids = shell.pids(2)
     launcher.send_signal(number)
@@ -316,9 +333,9 @@ def test_the_command_itself_needs_no_torch(shell: Shell) -> None:
     code = "import sys, shoal.cli.main; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
-    alone = shell.run()
+    alone = shell.run(fresh=True)
     assert "Usage: shoal" in alone.stdout + alone.stderr
-    assert shell.run("--version").stdout.startswith("shoal ")
-    unknown = shell.run("rnu")
+    assert shell.run("--version", fresh=True).stdout.startswith("shoal ")
+    unknown = shell.run("rnu", fresh=True)
     assert unknown.returncode == 2
     assert "No such command" in unknown.stderr

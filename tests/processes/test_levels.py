@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from warm import Command
 
 from shoal.errors import ConfigError
 from shoal.testing.hosts import Hosts, make_hosts
 from shoal.testing.parity import Trace, largest_difference, run_toy
-from shoal.testing.spawn import spawn
+from shoal.testing.spawn import spawn, warm
 from shoal.testing.toys import Toy
 from shoal.world import reach
 from shoal.world.launch import Launch
@@ -273,8 +272,7 @@ def left_behind(launch: Launch, answers: Any) -> None:
 
 
 def test_the_loss_of_a_worker_is_an_error_for_all(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "shoal.train.run"])
+    context = warm()
     answers = context.Queue()
     where = f"file://{tmp_path}/store"
     launches = [Launch(rank, 4, rank, 4, where, host) for rank, host in enumerate(HOSTS["2 x 2"])]
@@ -297,8 +295,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 def sent():
-    names = [name for name in os.listdir("/sys/class/net") if name != "lo"]
-    return sum(int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()) for name in names)
+    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(words[9]) for words in lines if words[0] != "lo:")
 
 data = TensorDataset(torch.randn(64, 512), torch.randn(64, 512))
 run = shoal.Run(
@@ -333,12 +331,8 @@ def _run_on(hosts: Hosts, script: str, backend: str) -> list[str]:
         words = ["-m", "shoal", "run", "--workers", "2", "--hosts", "2", "--host", str(host)]
         words += ["--at", f"{hosts.addresses[0]}:29617", "--strategy", "ddp", script, backend]
         started.append(
-            subprocess.Popen(
-                hosts.command(host, sys.executable, *words),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            Command(
+                Path(script).parent, {**os.environ, "OMP_NUM_THREADS": "1"}, words, partial(hosts.enter, host)
             )
         )
     try:

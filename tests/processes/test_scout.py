@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Done, finish, losses, shoal, start, write
+from commands import Done, finish, fresh, losses, shoal, start, write
 
 from shoal.cluster import scout as ahead
 from shoal.cluster.local import Job
@@ -102,7 +102,7 @@ def test_verify_has_a_scout_too(tmp_path: Path) -> None:
 
 def test_a_model_that_will_do(tmp_path: Path) -> None:
     name = script(tmp_path, "model=lambda: Attends(4)", "strategy='ddp * tp2'")
-    done = shoal(tmp_path, "run", "--workers", "2", name)
+    done = shoal(tmp_path, "run", "--workers", "2", name, start=fresh)
     assert (done.code, done.out) == (0, "a line before Run\ntrained 3\n"), (
         "what the scout prints is not shown"
     )

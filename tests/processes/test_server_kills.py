@@ -10,14 +10,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from warm import Command
 
 HERE = Path(__file__).parent
 STEPS, PAUSE = 700, 0.02
@@ -32,10 +31,8 @@ class Job:
         folder.mkdir()
         self.folder, self.steps = folder, steps
         script = [str(HERE / "server_job.py"), str(folder), str(steps), str(pause), *kind.split()]
-        command = [sys.executable, "-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy]
-        self.process = subprocess.Popen(
-            [*command, *script], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
-        )
+        command = ["-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy, *script]
+        self.process = Command(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, command)
 
     def children(self, name: str) -> list[int]:
         """Processes of the launcher by what they are called; workers have the launcher's name."""

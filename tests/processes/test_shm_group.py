@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import resource
 import signal
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal.errors import PeerLost
+from shoal.testing.spawn import warm
 from shoal.world.gloo import ScatteredSum
 from shoal.world.memory import SharedMemoryUnavailable, SharedRegion
 from shoal.world.shm import SharedMemoryGroup, register_backend
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "shoal.world.shm"])
+_CONTEXT = warm()
 
 
 def _child(

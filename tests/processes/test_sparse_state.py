@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import shoal as command
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -158,15 +157,9 @@ def test_the_commands_take_rows(tmp_path: Path) -> None:
         ["export", "run", "model.safetensors"],
         ["diff", "run/step-3", "run/step-3"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", "ckpt", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = command(tmp_path, "ckpt", *words)
+        assert done.code == 0, done.out + done.err
         if words[0] == "export":
-            assert "the rows of inner.words, seldom stay behind" in done.stderr
+            assert "the rows of inner.words, seldom stay behind" in done.err
         if words[0] == "show":
-            assert "rows/inner.words/values" in done.stdout
+            assert "rows/inner.words/values" in done.out

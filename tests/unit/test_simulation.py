@@ -18,7 +18,8 @@ from shoal.testing.network import Weather
 from shoal.testing.scenario import Tide, check
 from shoal.testing.shape import Shape, shape_of
 
-SEEDS = 600
+SEEDS = 420
+"""benchmarks/simulation.py runs ten thousand."""
 GROUPS = 6
 
 

@@ -15,15 +15,27 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shoal.world.launch import Launch
 from shoal.world.world import World
 
+PRELOADED = ["torch", "torch._dynamo", "shoal.train.run", "pytest", "hypothesis"]
+"""What workers and the modules of tests import; what is not installed is passed over."""
+
 
 class SpawnError(AssertionError):
     """A worker failed, or time ran out."""
+
+
+def warm() -> ForkServerContext:
+    """Processes of this context are forked from one that has imported what most of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return context
 
 
 def spawn(
@@ -39,9 +51,7 @@ def spawn(
     `hosts` names the host that each rank counts as: ["a", "a", "b", "b"] makes two hosts of two workers.
     `function` must be importable (a module-level function), because workers import it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "shoal.train.run"])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = warm()
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         launches = [
             Launch(rank, workers, rank, workers, f"file://{folder}/store", hosts[rank] if hosts else "")
