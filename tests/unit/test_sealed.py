@@ -206,7 +206,9 @@ def test_nonsense_is_counted_or_forgotten() -> None:
     for _ in range(1000):
         inbox.piece(A, random.randbytes(100_000), 0.0)
         inbox.piece(A, bytes(3 * PIECE), 0.0)
-    assert len(inbox._early[A]) == 64
+    assert len(inbox._early[A].pieces) == 64
+    assert inbox.overdue(PATIENCE + 0.1) == []
+    assert not inbox._early, "pieces of messages that never came stay in memory"
     inbox.letter(A, frames, 0.0)
     inbox.piece(A, pieces[0], 0.0)
     assert [message.seq for _, message in inbox.ready] == [0]

@@ -9,6 +9,9 @@ agree on it inside CURVE, by messages of kind BULK:
     either -> the other     "ping", answered by "pong": all that was sent before is read, so tickets will not be late
     either -> the other     "cut": the rest of what is announced will not come
 
+Whoever connects and finds that the way does not work gives it up, says False, and asks where anew: a word is good for
+one connection, so one that broke does not come back by itself.
+
 Until it is known to work, and if it never does (a firewall, a process that cannot open seals), CURVE carries tensors
 too. Nothing on this way is believed: a word that lets one connection in keeps strangers from the door, and a piece
 counts only if the key of a ticket opens it.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import secrets
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +36,16 @@ LEAST = 64 << 10
 """Bytes of a tensor that is worth it."""
 DOMAIN = b"bulk"
 """What zmq calls this door when it asks whom to let in."""
-_AT_ONCE = 256
-"""Pieces that are read from a socket before others have their turn."""
+_AT_ONCE = 16
+"""Pieces that are read from a socket before the tickets have their turn: far fewer than an inbox keeps without one."""
 _PIECES = 64
 """Pieces that wait to be read, from one peer: a stranger fills no more memory than that."""
 _AGAIN = 5.0
 """Seconds after which a peer that has not answered is asked once more."""
 _LOST = 60.0
-"""Seconds for which one that has not got its pieces gets no more."""
+"""Seconds for which one that has not got its pieces is not asked."""
+_WORDS = 4
+"""That are good for one peer at a time: it may be told anew before it has used the last one."""
 
 _NAME = struct.Struct("<cQ")
 """How a node is called on the wire; names that begin with a zero byte belong to zmq."""
@@ -82,17 +88,24 @@ class Bulk:
     """One process's sockets for sealed tensors."""
 
     def __init__(
-        self, context: zmq.Context[Socket], poller: zmq.Poller, me: int, words: set[bytes], say: Say
+        self,
+        context: zmq.Context[Socket],
+        poller: zmq.Poller,
+        me: int,
+        words: set[bytes],
+        say: Say,
+        inbox: Inbox,
     ) -> None:
         """`words` open the door, once each. `say` tells a peer something inside CURVE, if it can."""
         self._context, self._poller, self._me, self._words, self._say = context, poller, me, words, say
+        self._inbox = inbox
         self._router: Socket | None = None
         self._port = 0
         self._dealers: dict[int, tuple[int, Socket]] = {}
         """Peer -> the port that it told, and the way there."""
         self._peers: dict[Socket, int] = {}
-        self._told: set[int] = set()
-        """Who may knock."""
+        self._told: dict[int, deque[bytes]] = {}
+        """Who may knock, and the words that it was told."""
         self._open: set[int] = set()
         """With whom there is a way."""
         self._reached: set[int] = set()
@@ -128,33 +141,33 @@ class Bulk:
             else:
                 self._tell(peer)
 
-    def hear(self, peer: int, told: Any, host: str, inbox: Inbox, now: float) -> None:
+    def hear(self, peer: int, told: Any, host: str, now: float) -> None:
         """One speaks of ways, as in the head of this file; `host`: where it listens, if this process connects to it."""
         if told is None and self._port:
             self._tell(peer)
         elif isinstance(told, list) and host and [type(part) for part in told] == [int, str]:
-            if 0 < told[0] < 1 << 16 and len(told[1]) < 100:
+            if 0 < told[0] < 1 << 16 and told[1].isascii() and 0 < len(told[1]) < 100:
                 self._knock(peer, host, told[0], told[1])
         elif told is True and peer in self._dealers:
             self._open.add(peer)
             self._say(peer, "ping")
         elif told is False:
             self._reached.discard(peer)
-            self._open.discard(peer)
-            self._disconnect(peer)
             self._next[peer] = now + _LOST
+            self._give_up(peer)
         elif told == "ping":
             self._say(peer, "pong")
         elif told == "pong" and peer in self._open:
             self._reached.add(peer)
         elif told == "cut":
-            inbox.cut(peer, now)
+            self._inbox.cut(peer, now)
 
     def forget(self, peer: int) -> None:
         """Give up the way to one."""
-        for some in (self._told, self._open, self._reached):
+        for some in (self._open, self._reached):
             some.discard(peer)
         self._next.pop(peer, None)
+        self._forget_words(peer)
         self._disconnect(peer)
 
     def send(self, peer: int, payload: Part, ticket: bytes, announce: Callable[[], bool]) -> int:
@@ -179,13 +192,14 @@ class Bulk:
             self._reached.discard(peer)
             if total:
                 self._say(peer, "cut")
+            self._give_up(peer)
         return total
 
     def owns(self, source: Any) -> bool:
         """Whether a socket is one of these."""
         return source is self._router or source in self._peers
 
-    def take(self, source: Socket, inbox: Inbox) -> int:
+    def take(self, source: Socket) -> int:
         """Read pieces from one of these sockets; how many bytes came."""
         total = 0
         for _ in range(_AT_ONCE):
@@ -195,13 +209,13 @@ class Bulk:
             except zmq.Again:
                 break
             except BadFrame:
-                inbox.refused += 1
+                self._inbox.refused += 1
                 continue
             total += len(piece)
             if len(piece) and sender in self._open:
-                inbox.piece(sender, piece, time.monotonic())
+                self._inbox.piece(sender, piece, time.monotonic())
             elif not len(piece) and sender in self._told:
-                self._told.discard(sender)
+                self._forget_words(sender)
                 self._open.add(sender)
                 self._say(sender, True)
                 self._say(sender, "ping")
@@ -217,22 +231,42 @@ class Bulk:
 
     def _tell(self, peer: int) -> None:
         word = secrets.token_hex(16)
+        told = self._told.setdefault(peer, deque())
+        told.append(word.encode())
         self._words.add(word.encode())
-        self._told.add(peer)
+        if len(told) > _WORDS:
+            self._words.discard(told.popleft())
         self._say(peer, [self._port, word])
+
+    def _forget_words(self, peer: int) -> None:
+        self._words.difference_update(self._told.pop(peer, ()))
 
     def _knock(self, peer: int, host: str, port: int, word: str) -> None:
         """At the door of one who listens. It may tell its port twice: what is on the way there stays on it."""
-        if peer not in self._dealers or self._dealers[peer][0] != port:
+        known, dealer = self._dealers.get(peer, (0, None))
+        if dealer is not None and known == port:
+            try:
+                dealer.send(b"", zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                pass  # its connection has ended, and with it its word
+        self._disconnect(peer)
+        dealer = self._socket(zmq.DEALER, host)
+        dealer.setsockopt(zmq.ROUTING_ID, name_of(self._me))
+        dealer.setsockopt(zmq.PLAIN_USERNAME, b"shoal")
+        dealer.setsockopt(zmq.PLAIN_PASSWORD, word.encode())
+        dealer.connect(f"tcp://{host}:{port}")
+        self._dealers[peer], self._peers[dealer] = (port, dealer), peer
+        self._poller.register(dealer, zmq.POLLIN)
+        dealer.send(b"", zmq.NOBLOCK)
+
+    def _give_up(self, peer: int) -> None:
+        """Leave the way that this process has made to one; what is still to come on it will not."""
+        if peer in self._dealers:
+            self._open.discard(peer)
             self._disconnect(peer)
-            dealer = self._socket(zmq.DEALER, host)
-            dealer.setsockopt(zmq.ROUTING_ID, name_of(self._me))
-            dealer.setsockopt(zmq.PLAIN_USERNAME, b"shoal")
-            dealer.setsockopt(zmq.PLAIN_PASSWORD, word.encode())
-            dealer.connect(f"tcp://{host}:{port}")
-            self._dealers[peer], self._peers[dealer] = (port, dealer), peer
-            self._poller.register(dealer, zmq.POLLIN)
-        self._dealers[peer][1].send(b"", zmq.NOBLOCK)
+            self._inbox.cut(peer, time.monotonic())
+            self._say(peer, False)
 
     def _disconnect(self, peer: int) -> None:
         if peer in self._dealers:

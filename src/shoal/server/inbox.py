@@ -28,6 +28,15 @@ class _Sealed:
 
 
 @dataclass
+class _Early:
+    """Pieces of one sender whose message has not come."""
+
+    pieces: deque[bytes] = field(default_factory=lambda: deque(maxlen=_EARLY))
+    moved: float = 0.0
+    """When the last one came."""
+
+
+@dataclass
 class _Line:
     """What one sender has sent and nobody has got yet."""
 
@@ -45,7 +54,7 @@ class Inbox:
         self.refused = 0
         """What was dropped because it was no message."""
         self._lines: dict[int, _Line] = {}
-        self._early: dict[int, deque[bytes]] = {}
+        self._early: dict[int, _Early] = {}
 
     def letter(self, sender: int, frames: Sequence[Part], now: float) -> None:
         """A message has come, with its tensor or without."""
@@ -58,14 +67,16 @@ class Inbox:
         line = self._lines.setdefault(sender, _Line(moved=now))
         line.letters.append(letter)
         if isinstance(letter, _Sealed):
-            for piece in self._early.pop(sender, ()):
+            for piece in self._early.pop(sender, _Early()).pieces:
                 self.piece(sender, piece, now)
         self._advance(sender)
 
     def piece(self, sender: int, piece: Part, now: float) -> None:
         """A piece of a tensor has come; or something that says so."""
         if not self._fit(sender, piece, now) and len(piece) <= 2 * PIECE:
-            self._early.setdefault(sender, deque(maxlen=_EARLY)).append(bytes(piece))
+            early = self._early.setdefault(sender, _Early())
+            early.pieces.append(bytes(piece))
+            early.moved = now
         self._advance(sender)
 
     def overdue(self, now: float) -> list[int]:
@@ -73,10 +84,13 @@ class Inbox:
         late = [sender for sender, line in self._lines.items() if now - line.moved > PATIENCE]
         for sender in late:
             self.cut(sender, now)
+        for sender in [sender for sender, early in self._early.items() if now - early.moved > PATIENCE]:
+            del self._early[sender]  # of messages that were dropped
         return late
 
     def cut(self, sender: int, now: float) -> None:
         """What still waits of one for pieces waits in vain."""
+        self._early.pop(sender, None)
         line = self._lines.get(sender)
         if line is not None:
             line.letters, line.moved = deque(letter for letter in line.letters if _is_whole(letter)), now

@@ -66,7 +66,7 @@ class Wire:
         self._bulk: Bulk | None = None
         words = set[bytes]()
         if keys is not None and can_seal():
-            self._bulk = Bulk(self._context, self._poller, me, words, self._say)
+            self._bulk = Bulk(self._context, self._poller, me, words, self._say, self._inbox)
         self._ears, self._alarm = socket.socketpair()
         self._ears.setblocking(False)
         self._alarm.setblocking(False)
@@ -175,7 +175,7 @@ class Wire:
                 if self._gate is not None and source is self._gate.socket:
                     self._gate.answer()
                 elif self._bulk is not None and self._bulk.owns(source):
-                    self.received_bytes += self._bulk.take(source, self._inbox)
+                    self.received_bytes += self._bulk.take(source)
                 elif isinstance(source, zmq.Socket):
                     self._take(source)
                 else:
@@ -267,7 +267,7 @@ class Wire:
             return
         if self._bulk is not None:
             address, _ = self._dealers.get(sender, ("", None))
-            self._bulk.hear(sender, told, host_in(address), self._inbox, time.monotonic())
+            self._bulk.hear(sender, told, host_in(address), time.monotonic())
 
     def _arrived(self) -> list[tuple[int, Message]]:
         """What is whole by now."""
