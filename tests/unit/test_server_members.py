@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import ServersLost
+from shoal.server import frame
 from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
 from shoal.server.coordinator import GENERATION_BITS, Coordinator
 from shoal.server.host import Threads, make_machine
@@ -276,3 +277,31 @@ def test_a_worker_that_reaches_no_server_says_so(monkeypatch: pytest.MonkeyPatch
         ended.set()
         thread.join()
         servers.close()
+
+
+def test_what_cannot_be_sent_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shard may be too large for a message; its server has others."""
+    monkeypatch.setattr(frame, "PAYLOAD_LIMIT", 1000)
+    with Wire(new_id("here"), None) as wire:
+        post, peer = Post(wire), new_id("there")
+        for _ in range(3):
+            post.send(peer, Message(Kind.SNAPSHOT, tensor=torch.zeros(1001, dtype=torch.uint8)))
+    said = capsys.readouterr().err
+    assert said == "shoal: a SNAPSHOT cannot be sent: a tensor of 1001 bytes; at most 1000 are sent at once\n"
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://10.1.2.3:5", 7])
+def test_a_view_with_an_address_that_is_none_is_not_believed(address: object) -> None:
+    with Wire(1, None) as mine, Wire(2, None, None) as other:
+        other.connect(1, mine.address)
+        view = View(4, ((2**16 + 7,),), addresses={2**16 + 7: address})  # type: ignore[dict-item]
+        other.send(1, Message(Kind.VIEW, 4, meta=view.to_meta()))
+        other.send(1, Message(Kind.READY, 4))
+        post, kinds = Post(mine), list[Kind]()
+        end = time.monotonic() + 20
+        while Kind.READY not in kinds:
+            assert time.monotonic() < end
+            kinds += [message.kind for _, message in post.receive(0.1)]
+        assert Kind.VIEW not in kinds

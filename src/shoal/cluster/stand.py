@@ -19,6 +19,11 @@ def stand(listen: str, join: str, keys: Path, servers: int, threads: str) -> Non
     address, _, port = listen.rpartition(":")
     if not address or not port.isdigit():
         raise ConfigError(f"--listen {listen} is not ADDRESS:PORT; write it like --listen 127.0.0.1:7000.")
+    if address.strip("[]") in ("", "*", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"--listen {listen} is every address of this host, and workers have to be told one; name the one that they "
+            "reach it by."
+        )
     if servers < 1:
         raise ConfigError(f"--servers {servers} is too few; it must be at least 1.")
     if join and not keys.exists():

@@ -28,8 +28,15 @@ class Line(Protocol):
     ) -> Pending: ...
 
     def ask(
-        self, shard: int, name: str, args: Any = None, clock: int = 0, tensor: torch.Tensor | None = None
-    ) -> Pending: ...
+        self,
+        shard: int,
+        name: str,
+        args: Any = None,
+        clock: int = 0,
+        tensor: torch.Tensor | None = None,
+        expects: int = 0,
+    ) -> Pending:
+        """`expects`: about so many bytes of numbers."""
 
     def stage(self, shard: int, claim: Claim, tensor: torch.Tensor) -> None:
         """A gradient of rows; that it has arrived is known before its part counts as done."""
@@ -47,9 +54,17 @@ class ToServers:
         return self._pending(self._link.request(lambda c: c.call(shard, name, args, clock, tensor)))
 
     def ask(
-        self, shard: int, name: str, args: Any = None, clock: int = 0, tensor: torch.Tensor | None = None
+        self,
+        shard: int,
+        name: str,
+        args: Any = None,
+        clock: int = 0,
+        tensor: torch.Tensor | None = None,
+        expects: int = 0,
     ) -> Pending:
-        return self._pending(self._link.request(lambda c: c.ask(shard, name, args, clock, tensor)))
+        return self._pending(
+            self._link.request(lambda c: c.ask(shard, name, args, clock, tensor, expects=expects))
+        )
 
     def stage(self, shard: int, claim: Claim, tensor: torch.Tensor) -> None:
         self._link.request(lambda _: self._work.stage(shard, claim, 0, tensor))
@@ -77,8 +92,15 @@ class Beside:
         return self._done(self._machines[shard].apply, Operation(name, clock, args, tensor))
 
     def ask(
-        self, shard: int, name: str, args: Any = None, clock: int = 0, tensor: torch.Tensor | None = None
+        self,
+        shard: int,
+        name: str,
+        args: Any = None,
+        clock: int = 0,
+        tensor: torch.Tensor | None = None,
+        expects: int = 0,
     ) -> Pending:
+        del expects
         return self._done(self._machines[shard].answer, Operation(name, clock, args, tensor))
 
     def stage(self, shard: int, claim: Claim, tensor: torch.Tensor) -> None:

@@ -156,7 +156,9 @@ class Served:
 
     def gradients(self, step: int, parts: Sequence[Any], vectors: Sequence[torch.Tensor]) -> None:
         """The gradient of a step, into vectors of this worker."""
-        requests = [self._ask(shard, "gradient", {"parts": parts}, step) for shard in self._shards]
+        requests = [
+            self._ask(shard, "gradient", {"parts": parts}, step, shard.nbytes) for shard in self._shards
+        ]
         for shard, answer in zip(self._shards, self._check(requests), strict=True):
             assert answer.tensor is not None
             vectors[shard.bucket.index][shard.start : shard.stop].copy_(answer.tensor)
@@ -166,7 +168,7 @@ class Served:
         optimizer.state.clear()
         keys = self._check([self._ask(shard, "keys") for shard in self._shards])
         for shard, known in zip(self._shards, keys, strict=True):
-            asked = [self._ask(shard, "state", {"key": key}) for key in known.value]
+            asked = [self._ask(shard, "state", {"key": key}, expects=shard.nbytes) for key in known.value]
             for answer in self._check(asked):
                 self._take_entry(shard, answer, optimizer, named)
 
@@ -253,9 +255,9 @@ class Served:
         with self._link.lock:
             return self._link.client.ask(shard.number, "values", args, expects=shard.nbytes)
 
-    def _ask(self, shard: Shard, name: str, args: Any = None, clock: int = 0) -> Request:
+    def _ask(self, shard: Shard, name: str, args: Any = None, clock: int = 0, expects: int = 0) -> Request:
         with self._link.lock:
-            return self._link.client.ask(shard.number, name, args, clock)
+            return self._link.client.ask(shard.number, name, args, clock, expects=expects)
 
     def _check(self, requests: Sequence[Request]) -> list[Answer]:
         self._link.wait(requests)

@@ -133,8 +133,14 @@ class Tables(RowTables):
 
     def _ask(self, name: str, ids: torch.Tensor, applied: int | None) -> Asked:
         table, args = self._tables[name], None if applied is None else {"applied": applied}
+        width = table.terms.dim * table.dtype.itemsize
         parts = [
-            (mine, self.line.ask(shard, "rows", args, tensor=ids.index_select(0, mine)))
+            (
+                mine,
+                self.line.ask(
+                    shard, "rows", args, tensor=ids.index_select(0, mine), expects=len(mine) * width
+                ),
+            )
             for shard, mine in table.places(ids)
             if len(mine)
         ]
@@ -247,9 +253,13 @@ class Tables(RowTables):
     def _dump(self, table: Table, shard: int) -> Iterator[list[torch.Tensor]]:
         """One shard's rows by ascending ids; the next piece is asked for while this one is used."""
         limit = max(1, _PIECE // table.row_bytes)
-        answer = self.line.ask(shard, "dump", {"after": -1, "limit": limit})()
+
+        def ask(after: int) -> Pending:
+            return self.line.ask(shard, "dump", {"after": after, "limit": limit}, expects=_PIECE)
+
+        answer = ask(-1)()
         while answer.value["count"]:
-            following = self.line.ask(shard, "dump", {"after": answer.value["last"], "limit": limit})
+            following = ask(answer.value["last"])
             yield unpack_piece(answer.value, answer.tensor)[1]
             answer = following()
 

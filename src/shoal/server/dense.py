@@ -26,11 +26,13 @@ from shoal.errors import ConfigError
 from shoal.server import asked
 from shoal.server.asked import Named
 from shoal.server.machine import Answer, Machine, Operation, Refused
+from shoal.server.outcome import MALFORMED
 from shoal.server.shard import DenseShard
 
 _LATE = 8
 """Norms of so many steps before the floor are remembered: a slow worker may still ask for them."""
-_UNREADABLE = (Refused, ConfigError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+# An AssertionError is how torch's optimizers say that they cannot run here.
+_UNREADABLE = (Refused, ConfigError, AssertionError, *MALFORMED)
 
 
 class Dense(Machine):

@@ -19,6 +19,8 @@ from shoal.table import Table
 
 KINDS: Table[type[optim.Optimizer]] = Table("optimizer", {kind.__name__: kind for kind in ELEMENTWISE})
 _FIRST = "initial_accumulator_value"
+_FOR_CARDS = "capturable"
+"""Lets a worker record its steps on a card, and is refused by torch on a CPU, where servers run."""
 
 
 def describe(optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -82,7 +84,10 @@ def optimizer_from(
     for index, group in enumerate(groups):
         check_settings(group, known, f"{kind.__name__}, group {index}")
     shells = [
-        {**{key: as_setting(value) for key, value in group.items()}, "params": [nn.Parameter(torch.zeros(1))]}
+        {
+            **{key: as_setting(value) for key, value in group.items() if key != _FOR_CARDS},
+            "params": [nn.Parameter(torch.zeros(1))],
+        }
         for group in groups
     ]
     made = kind(shells, **first)

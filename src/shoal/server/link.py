@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from shoal.server.lending import Lent, own_address
 from shoal.server.machine import Answer
 from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR
+from shoal.server.outcome import MALFORMED
 from shoal.server.post import Post, same_host
 from shoal.server.view import LEDGER, View
 from shoal.server.wire import Wire
@@ -258,7 +260,8 @@ class Link:
     def _take(self, source: int, message: Message, now: float) -> None:
         of_peer = source in (COORDINATOR, self._lender)
         if message.kind == Kind.ASK:
-            self._out.append((source, self.lent.answer(message, now)))
+            with suppress(*MALFORMED):  # of a question that nobody should ask, nothing is believed
+                self._out.append((source, self.lent.answer(message, now)))
             return
         if message.kind == Kind.UNSEEN:
             (self._peers if of_peer else self.client).send_again(message.shard, message.seq)
@@ -267,7 +270,8 @@ class Link:
             self._peers.on_message(message, now)
             return
         if message.kind == Kind.ALIVE:
-            self.news = {**message.meta, "epoch": message.epoch}
+            if isinstance(message.meta, dict):
+                self.news = {**message.meta, "epoch": message.epoch}
             return
         self.client.on_message(message, now)
         if self.client.view.failed:

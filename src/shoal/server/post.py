@@ -7,12 +7,16 @@ looks at the memory itself. If it cannot, because the owner of the memory has en
 from __future__ import annotations
 
 import secrets
+import sys
 from dataclasses import replace
 
 import torch
 import xxhash
 
+from shoal.errors import ConfigError
+from shoal.server.frame import BadFrame
 from shoal.server.message import Kind, Message
+from shoal.server.outcome import MALFORMED
 from shoal.server.slabs import Opened, Slab
 from shoal.server.view import View
 from shoal.server.wire import Wire
@@ -56,13 +60,15 @@ class Post:
         """Peer and shard -> what the peer has not said yet that it has."""
         self._sightless: set[int] = set()
         """Who has not seen a snapshot: gets bytes from then on."""
+        self._unsendable: set[tuple[int, Kind]] = set()
+        """What has been complained about."""
         self.shared_bytes = 0
         """What others read in memory instead of on the wire."""
 
     def know(self, peer: int, address: str) -> None:
         """Where a process listens."""
-        self._addresses[peer] = address
         self.wire.connect(peer, address)
+        self._addresses[peer] = address
 
     def send(self, peer: int, message: Message) -> None:
         """Send, or not: nothing is promised."""
@@ -79,7 +85,13 @@ class Post:
         if message.kind == Kind.REPLY and message.tensor is not None and not self.wire.seals(peer, message):
             # The socket sends later, and by then the values may have changed.
             message = replace(message, tensor=message.tensor.clone())
-        self.wire.send(peer, message)
+        try:
+            self.wire.send(peer, message)
+        except BadFrame as reason:
+            # Whoever waits for it waits on; the others must not lose this process.
+            if (peer, message.kind) not in self._unsendable:
+                self._unsendable.add((peer, message.kind))
+                print(f"shoal: a {message.kind.name} cannot be sent: {reason}", file=sys.stderr)
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
         """What has come, with its tensors."""
@@ -94,7 +106,7 @@ class Post:
             elif message.kind == Kind.VIEW:
                 try:
                     self._meet(View.from_meta(message.meta))
-                except ValueError:
+                except (*MALFORMED, ConfigError):
                     continue
             if message.where is not None:
                 is_snapshot = message.kind == Kind.SNAPSHOT
@@ -139,10 +151,10 @@ class Post:
     def _meet(self, view: View) -> None:
         if view.epoch <= self._epoch:
             return  # an old view that comes late must not cut off those who have come since
-        self._epoch = view.epoch
         for peer, address in view.addresses.items():
             if peer != self.wire.me and self._addresses.get(peer) != address:
                 self.know(peer, address)
+        self._epoch = view.epoch
         for gone in [key for key in self._snapshots if key[0] not in view.addresses]:
             del self._snapshots[gone]
         for peer in [p for p in self._addresses if p not in view.addresses and p >= 2**16]:
