@@ -31,8 +31,7 @@ from shoal.server.shard import DenseShard
 
 _LATE = 8
 """Norms of so many steps before the floor are remembered: a slow worker may still ask for them."""
-# An AssertionError is how torch's optimizers say that they cannot run here.
-_UNREADABLE = (Refused, ConfigError, AssertionError, *MALFORMED)
+_UNREADABLE = (Refused, ConfigError, AssertionError, *MALFORMED)  # torch's optimizers assert that they can run
 
 
 class Dense(Machine):
