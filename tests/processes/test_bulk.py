@@ -134,6 +134,15 @@ def test_tensors_take_the_second_way_in_order_with_the_rest(pair: tuple[Wire, Wi
     assert torch.full((16,), 11.0).numpy().tobytes() not in seen, "what passes can be read"
 
 
+def test_a_way_that_is_agreed_on_ahead(keys: JobKeys) -> None:
+    """The very first tensor is sealed."""
+    with Wire(SERVER, keys) as server, Wire(WORKER, keys, None) as worker:
+        worker.connect(SERVER, server.address, ahead=True)
+        gather(
+            (server, worker), lambda _: worker.seals(SERVER, tensor(0)) and server.seals(WORKER, tensor(0))
+        )
+
+
 def test_small_tensors_and_those_without_keys_stay_where_they_are(pair: tuple[Wire, Wire]) -> None:
     agree(*pair)
     few = Message(Kind.CALL, tensor=torch.zeros(100))

@@ -1,7 +1,7 @@
 """The second way between two processes that hold the job's keys: for sealed tensors, which need no encryption by zmq.
 
-Beside each socket of CURVE there may be one without, made when the first large tensor is to be sent. Two processes
-agree on it inside CURVE, by messages of kind BULK:
+Beside each socket of CURVE there may be one without, made when two processes of different hosts meet, or else when
+the first large tensor is to be sent. They agree on it inside CURVE, by messages of kind BULK:
 
     connector -> listener   None: where?            listener -> connector   a port and a word: there, and say this
     (the connector connects to that port with that word, and sends an empty frame: a knock)

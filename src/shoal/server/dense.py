@@ -31,7 +31,7 @@ from shoal.server.shard import DenseShard
 
 _LATE = 8
 """Norms of so many steps before the floor are remembered: a slow worker may still ask for them."""
-_UNREADABLE = (Refused, ConfigError, AssertionError, *MALFORMED)  # torch's optimizers assert that they can run
+_UNREADABLE = (Refused, ConfigError, AssertionError, *MALFORMED)  # torch asserts that its optimizers can run
 
 
 class Dense(Machine):

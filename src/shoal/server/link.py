@@ -135,7 +135,8 @@ class Link:
     def _connect(self, lender: int, address: str, shards: int) -> None:
         with self.lock:
             self._lender = lender
-            self._errands.append(lambda: self._post.wire.connect(lender, address))
+            far = not same_host(self.me, lender)
+            self._errands.append(lambda: self._post.wire.connect(lender, address, ahead=far))
             chains = ((COORDINATOR,), *[(lender,)] * shards)
             self._peers.change_view(View(2, chains), self.now())
 

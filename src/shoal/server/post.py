@@ -16,6 +16,7 @@ import xxhash
 from shoal.errors import ConfigError
 from shoal.server.frame import BadFrame
 from shoal.server.message import Kind, Message
+from shoal.server.node import COORDINATOR
 from shoal.server.outcome import MALFORMED
 from shoal.server.slabs import Opened, Slab
 from shoal.server.view import View
@@ -67,7 +68,8 @@ class Post:
 
     def know(self, peer: int, address: str) -> None:
         """Where a process listens."""
-        self.wire.connect(peer, address)
+        far = peer != COORDINATOR and not same_host(self.wire.me, peer)  # tensors will go there, as bytes
+        self.wire.connect(peer, address, ahead=far)
         self._addresses[peer] = address
 
     def send(self, peer: int, message: Message) -> None:

@@ -105,8 +105,11 @@ class Wire:
         if self._bulk is not None and (host := host_in(self.address)):
             self._bulk.listen(host)
 
-    def connect(self, peer: int, address: str) -> None:
-        """From now on, messages to `peer` go to this address; they wait while it cannot be reached."""
+    def connect(self, peer: int, address: str, ahead: bool = False) -> None:
+        """From now on, messages to `peer` go to this address; they wait while it cannot be reached.
+
+        `ahead`: the two agree on a way for large tensors before there is one to send.
+        """
         if self._closed:
             raise ValueError("this wire is closed")
         if peer in self._dealers and self._dealers[peer][0] == address:
@@ -126,6 +129,8 @@ class Wire:
             raise ConfigError(f"cannot connect to '{address}': {error.strerror}.") from None
         self._dealers[peer], self._peers[dealer] = (address, dealer), peer
         self._poller.register(dealer, zmq.POLLIN)
+        if ahead and self._bulk is not None:
+            self._bulk.ask(peer, True, time.monotonic())
 
     def disconnect(self, peer: int) -> None:
         """Give up the connection that was made to `peer`, and all that still waits for it."""
