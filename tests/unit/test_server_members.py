@@ -14,7 +14,7 @@ from shoal.errors import ServersLost
 from shoal.server import frame
 from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
 from shoal.server.coordinator import GENERATION_BITS, Coordinator
-from shoal.server.host import Threads, make_machine
+from shoal.server.host import Threads, make_machine, sending
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
 from shoal.server.link import Link
@@ -286,8 +286,12 @@ def test_what_cannot_be_sent_ends_nobody(
     monkeypatch.setattr(frame, "PAYLOAD_LIMIT", 1000)
     with Wire(new_id("here"), None) as wire:
         post, peer = Post(wire), new_id("there")
+        large = Message(Kind.SNAPSHOT, tensor=torch.zeros(1001, dtype=torch.uint8))
+        send = sending(post)
         for _ in range(3):
-            post.send(peer, Message(Kind.SNAPSHOT, tensor=torch.zeros(1001, dtype=torch.uint8)))
+            send(peer, large)
+        with pytest.raises(frame.BadFrame):  # a worker has nothing else to do, and its user must know
+            post.send(peer, large)
     said = capsys.readouterr().err
     assert said == "shoal: a SNAPSHOT cannot be sent: a tensor of 1001 bytes; at most 1000 are sent at once\n"
 

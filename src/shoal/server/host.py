@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from shoal.server.chain import Send
 from shoal.server.coordinator import Coordinator
 from shoal.server.dense import Dense
 from shoal.server.door import LOOPBACK
+from shoal.server.frame import BadFrame
 from shoal.server.keys import JobKeys
 from shoal.server.ledger import Ledger
 from shoal.server.machine import Machine
-from shoal.server.message import Kind
+from shoal.server.message import Kind, Message
 from shoal.server.node import BEAT, COORDINATOR, Node
 from shoal.server.outcome import MALFORMED
 from shoal.server.post import Post, new_id
@@ -31,6 +34,24 @@ def make_machine(kind: str) -> Machine:
     return MACHINES[kind]()
 
 
+def sending(post: Post) -> Send:
+    """Send for a server: it outlives what cannot be sent, such as a shard too large for a message, and says so once.
+
+    Whoever waits for it waits on; those who want something else must not lose the server.
+    """
+    said = set[tuple[int, Kind]]()
+
+    def send(peer: int, message: Message) -> None:
+        try:
+            post.send(peer, message)
+        except BadFrame as reason:
+            if (peer, message.kind) not in said:
+                said.add((peer, message.kind))
+                print(f"shoal: a {message.kind.name} cannot be sent: {reason}", file=sys.stderr)
+
+    return send
+
+
 def serve(
     coordinator: str,
     keys: JobKeys | None,
@@ -43,7 +64,7 @@ def serve(
     with Wire(me or new_id(), keys, listen) as wire:
         post = Post(wire)
         post.know(COORDINATOR, coordinator)
-        node = Node(wire.me, wire.address, make_machine, post.send, slot)
+        node = Node(wire.me, wire.address, make_machine, sending(post), slot)
         # The part of its time that a server works: what waits for one that is always busy waits in a long queue.
         busy, worked, looked = 0.0, 0.0, time.monotonic()
         node.load = lambda: {"busy": busy, "refused": float(wire.refused)}

@@ -7,14 +7,12 @@ looks at the memory itself. If it cannot, because the owner of the memory has en
 from __future__ import annotations
 
 import secrets
-import sys
 from dataclasses import replace
 
 import torch
 import xxhash
 
 from shoal.errors import ConfigError
-from shoal.server.frame import BadFrame
 from shoal.server.message import Kind, Message
 from shoal.server.node import COORDINATOR
 from shoal.server.outcome import MALFORMED
@@ -61,8 +59,6 @@ class Post:
         """Peer and shard -> what the peer has not said yet that it has."""
         self._sightless: set[int] = set()
         """Who has not seen a snapshot: gets bytes from then on."""
-        self._unsendable: set[tuple[int, Kind]] = set()
-        """What has been complained about."""
         self.shared_bytes = 0
         """What others read in memory instead of on the wire."""
 
@@ -87,13 +83,7 @@ class Post:
         if message.kind == Kind.REPLY and message.tensor is not None and not self.wire.seals(peer, message):
             # The socket sends later, and by then the values may have changed.
             message = replace(message, tensor=message.tensor.clone())
-        try:
-            self.wire.send(peer, message)
-        except BadFrame as reason:
-            # Whoever waits for it waits on; the others must not lose this process.
-            if (peer, message.kind) not in self._unsendable:
-                self._unsendable.add((peer, message.kind))
-                print(f"shoal: a {message.kind.name} cannot be sent: {reason}", file=sys.stderr)
+        self.wire.send(peer, message)
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
         """What has come, with its tensors."""
