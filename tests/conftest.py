@@ -1,8 +1,9 @@
-"""The longest files go first: so that, at the end of a run of several files at a time, nobody waits for one of them."""
+"""What every test shares: `--all`, the examples that hypothesis draws, and the order of the files."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 LONGEST = (
     "grid",
@@ -15,8 +16,36 @@ LONGEST = (
     "zero3",
     "examples",
 )
+"""They go first: so that, at the end of a run of several files at a time, nobody waits for one of them."""
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("all", derandomize=False, database=None, print_blob=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="every cell of the large products and every repetition; hypothesis draws anew in each run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("all" if config.getoption("--all") else "repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))  # the rest stays in its order
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_only")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("all_only")]
+
+
+@pytest.fixture(scope="session")
+def everything(request: pytest.FixtureRequest) -> bool:
+    """Whether this is a run with `--all`."""
+    return bool(request.config.getoption("--all"))

@@ -17,8 +17,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "blocks"),
-    ("table", "lazily", "optimizer", "embedding"),
+    ("torch_private",),
+    ("errors", "types", "seeds", "blocks", "cost"),
+    ("table", "call", "deferred_init", "optimizer", "embedding"),
     ("config",),
     ("world",),
     ("compress", "report", "partition", "clock", "aggregate", "balance"),
@@ -28,10 +29,51 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("train",),
     ("cluster", "testing"),
-    ("bench",),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""
+
+INNER_LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "world": (("*",), ("shm",), ("two_level",), ("world",), ("mesh",)),
+    "tensor": (("*",), ("search",), ("__init__",)),
+    "server": (
+        ("protocol",),
+        ("transport", "ledger", "rows"),
+        ("dense",),
+        ("client",),
+        ("replication",),
+        ("node",),
+        ("processes",),
+        ("discovery",),
+    ),
+    "exchange": (
+        ("local_tensor", "row_tables", "facts"),
+        ("contract",),
+        ("setup",),
+        ("reduce",),
+        ("buckets",),
+        ("fsdp", "periodic", "ps_worker", "embeddings"),
+        ("*",),
+        ("__init__",),
+    ),
+    "checkpoint": (("layout",), ("folder",), ("load", "verify"), ("copies", "convert", "*")),
+    "train": (("technique",), ("model",), ("run_config",), ("balancing",), ("*",)),
+}
+"""The same inside a folder that has folders: `*` stands for its single files that are not named, among which only
+cycles are forbidden. Copies of checkpoints and what saves them go together, so that they share a level."""
+
+SEEN_BY = {
+    "exchange": {"server": {"client", "protocol", "discovery", "rows", "transport"}},
+    "train": {"exchange": {"contract", "setup", "__init__", "local_tensor", "row_tables"}},
+}
+"""Which rooms of a lower folder a higher one may enter, where that is not all of them."""
+
+ALLOWED = {
+    "exchange/solo.py": "the reference keeps the rows of a SparseEmbedding in its own process",
+    "train/server_setup.py": "reads the options of ps before the exchange is made",
+    "train/build.py": "the only file that knows every slot",
+}
+"""Files that look further than SEEN_BY, and why."""
 
 LEVEL = {part: height for height, parts in enumerate(LEVELS) for part in parts}
 
@@ -105,21 +147,73 @@ def uses_of(tree: ast.Module, name: str) -> set[str]:
     return {node.attr for node in found if isinstance(node.value, ast.Name) and node.value.id == name}
 
 
-def folder_imports(file: Path) -> Iterator[tuple[int, Path]]:
-    """The files of its own folder that a file imports."""
+def file_of(name: str) -> Path | None:
+    """The file behind a dotted name; a package's is its __init__."""
+    steps = name.split(".")[1:]
+    while steps:
+        target = SOURCE.joinpath(*steps)
+        if target.with_suffix(".py").exists():
+            return target.with_suffix(".py")
+        if (target / "__init__.py").exists():
+            return target / "__init__.py"
+        steps.pop()
+    return None
+
+
+def room_of(file: Path) -> str:
+    """The folder inside its part that a file is in, or its own name."""
+    return file.relative_to(SOURCE / part_of(file)).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in INNER_LEVELS], ids=name_of)
+def test_imports_inside_a_folder_go_down(file: Path) -> None:
+    part = part_of(file)
+    levels = {room: height for height, rooms in enumerate(INNER_LEVELS[part]) for room in rooms}
+    others = levels.get("*", -1)
+    mine = room_of(file)
     for line, name in imports_of(tree_of(file)):
-        steps = name.split(".")[1:]
-        while steps:
-            target = SOURCE.joinpath(*steps).with_suffix(".py")
-            if target.exists():
-                if target.parent == file.parent and target != file:
-                    yield line, target
-                break
-            steps.pop()
+        target = file_of(name)
+        if target is None or part_of(target) != part or room_of(target) == mine:
+            continue
+        theirs = room_of(target)
+        high, low = levels.get(mine, others), levels.get(theirs, others)
+        within = high == low == others  # single files: the test of cycles is enough
+        assert low < high or within, f"{name_of(file)}:{line}: {part}/{mine} may not import {part}/{theirs}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in SEEN_BY], ids=name_of)
+def test_a_folder_enters_only_the_rooms_it_may(file: Path) -> None:
+    if name_of(file) in ALLOWED:
+        return
+    for line, name in imports_of(tree_of(file)):
+        target = file_of(name)
+        rooms = SEEN_BY[part_of(file)].get(part_of(target)) if target else None
+        assert target is None or rooms is None or room_of(target) in rooms, (
+            f"{name_of(file)}:{line} enters {name}"
+        )
+
+
+LATE = {
+    # `auto(int8)` looks its candidate up, when it is used, in the table that lists `auto` itself.
+    ("compress/auto.py", "compress/__init__.py"),
+}
+"""Imports inside a function that close a cycle on purpose."""
 
 
 def test_no_two_files_import_each_other() -> None:
-    graph = {file: {target for _, target in folder_imports(file)} for file in FILES}
+    """Cycles through a package's __init__ count: importing a file runs the __init__ of every folder above it."""
+    graph: dict[Path, set[Path]] = {}
+    for file in FILES:
+        named = {target for _, name in imports_of(tree_of(file)) if (target := file_of(name)) is not None}
+        above = {
+            folder / "__init__.py"
+            for target in named
+            for folder in target.parents
+            if SOURCE in folder.parents and folder not in file.parents
+        }
+        graph[file] = {target for target in named | above if (name_of(file), name_of(target)) not in LATE} - {
+            file
+        }
     done: set[Path] = set()
 
     def visit(file: Path, path: tuple[Path, ...]) -> None:
@@ -159,9 +253,15 @@ def test_only_world_reads_rank_variables(file: Path) -> None:
     assert not found, f"{name_of(file)} reads {found}; ask shoal.world.launch instead"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) != "testing"], ids=name_of)
+UNPICKLES = {"cluster/by_value.py", "cluster/from_function.py"}
+"""`shoal.launch`: a program and its own children, through files of a private folder."""
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if part_of(f) != "testing" and name_of(f) not in UNPICKLES], ids=name_of
+)
 def test_nothing_is_unpickled(file: Path) -> None:
-    """Loading a pickle runs code. Only tests, which talk to their own children, may."""
+    """Loading a pickle runs code. Only tests and `shoal.launch`, which talk to their own children, may."""
     unsafe = ("pickle", "dill", "cloudpickle", "shelve", "marshal")
     tree = tree_of(file)
     for line, name in imports_of(tree):

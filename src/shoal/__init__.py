@@ -11,11 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.call import Call as Call
+    from shoal.cluster.from_function import launch as launch
     from shoal.embedding import SparseEmbedding as SparseEmbedding
     from shoal.errors import ConfigError as ConfigError
     from shoal.errors import NonFiniteLoss as NonFiniteLoss
     from shoal.errors import PeerLost as PeerLost
     from shoal.errors import ShoalError as ShoalError
+    from shoal.train.own_step.own_step import OwnStep as OwnStep
     from shoal.train.run import Run as Run
     from shoal.types import Evaluation as Evaluation
     from shoal.types import Plan as Plan
@@ -26,9 +29,11 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that the command line answers without paying for torch.
 _HOME = {
+    "Call": "shoal.call",
     "ConfigError": "shoal.errors",
     "Evaluation": "shoal.types",
     "NonFiniteLoss": "shoal.errors",
+    "OwnStep": "shoal.train.own_step.own_step",
     "PeerLost": "shoal.errors",
     "Plan": "shoal.types",
     "Promise": "shoal.types",
@@ -36,11 +41,14 @@ _HOME = {
     "ShoalError": "shoal.errors",
     "SparseEmbedding": "shoal.embedding",
     "StepReport": "shoal.types",
+    "launch": "shoal.cluster.from_function",
 }
 __all__ = [
+    "Call",
     "ConfigError",
     "Evaluation",
     "NonFiniteLoss",
+    "OwnStep",
     "PeerLost",
     "Plan",
     "Promise",
@@ -48,6 +56,7 @@ __all__ = [
     "ShoalError",
     "SparseEmbedding",
     "StepReport",
+    "launch",
 ]
 
 

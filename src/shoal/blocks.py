@@ -95,7 +95,8 @@ class _Search:
     def _large(self, name: str, module: nn.Module, whole: int, taken: tuple[str, ...]) -> Iterator[str]:
         """The large children; one that holds more than half of `whole`, or blocks already, is looked into first."""
         for key, child in module.named_children():
-            place, size = _join(name, key), _size(child)
+            place = _join(name, key)
+            size = _size(child)
             if place in taken:
                 continue
             mixed = any(each.startswith(f"{place}.") for each in taken)

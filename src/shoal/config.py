@@ -160,7 +160,8 @@ class _Reader:
     """Tokens of one text, read left to right."""
 
     def __init__(self, text: str, kind: str) -> None:
-        self.text, self.kind = text, kind
+        self.text = text
+        self.kind = kind
         self.tokens: list[str] = []
         at = 0
         while at < len(text.rstrip()):

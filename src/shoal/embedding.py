@@ -63,7 +63,10 @@ class SparseEmbedding(nn.Module):
                 f"SparseEmbedding(rows={rows}, dim={dim}, std={std}, capacity={capacity}) cannot be; rows and dim are "
                 "1 or more, std and capacity 0 or more."
             )
-        self.rows, self.dim, self.std, self.capacity = rows, dim, std, capacity
+        self.rows = rows
+        self.dim = dim
+        self.std = std
+        self.capacity = capacity
         self.ids = ids
         self.dtype = torch.get_default_dtype()
         """Of the rows as the model sees them."""
@@ -108,7 +111,8 @@ class SparseEmbedding(nn.Module):
 
         Empty, or one pair: several uses of a row are summed, in the order of the calls.
         """
-        touched, self._touched = self._touched, []
+        touched = self._touched
+        self._touched = []
         # A forward pass that was run again to save memory, or whose result was not used, has no gradient.
         return sum_rows([(ids, leaf.grad.detach().cpu()) for ids, leaf in touched if leaf.grad is not None])
 

@@ -3,6 +3,7 @@
 ShoalError
 ├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
 ├── NonFiniteLoss      the loss became NaN or infinite; exit code 2
+├── CallMismatch       ranks made different calls, such as run.evaluate on rank 0 only; exit code 2
 ├── PeerLost           another worker ended while this one waited for it; exit code 4
 ├── ServersLost        the parameter servers have ended or cannot be reached; exit code 4
 ├── ServerRefused      a parameter server cannot do what it was asked; exit code 2
@@ -20,6 +21,10 @@ class ShoalError(Exception):
 
     exit_code: int = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback; `%tb` and `%debug` still know all of it."""
+        return [f"shoal: {self}"]
+
 
 class ConfigError(ShoalError):
     """A request that cannot work. Raised before training starts wherever that is possible."""
@@ -33,8 +38,20 @@ class NonFiniteLoss(ShoalError):
     exit_code = 2
 
 
+class CallMismatch(ShoalError):
+    """Ranks have made different calls where all of them must make the same ones."""
+
+    exit_code = 2
+
+
 class PeerLost(ShoalError):
     """A worker that this one was waiting for has ended. It is a consequence, never the first cause."""
+
+    exit_code = 4
+
+
+class TornStep(ShoalError):
+    """A worker was lost while some had applied a step and others had not: their states no longer fit together."""
 
     exit_code = 4
 
@@ -61,4 +78,5 @@ class WorkerFailed(ShoalError):
     def __init__(self, message: str, exit_code: int = 1, refusal: bool = False) -> None:
         """`refusal`: the worker raised an error of this file on purpose, and the message is its own sentence."""
         super().__init__(message)
-        self.exit_code, self.refusal = exit_code, refusal
+        self.exit_code = exit_code
+        self.refusal = refusal

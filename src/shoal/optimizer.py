@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shoal.cost import StateBytes
 from shoal.errors import ConfigError
+from shoal.torch_private import divides_by_scale, foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 MakeOptimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -56,6 +58,35 @@ def make_optimizer(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) 
             "LBFGS evaluates the loss many times in a step, which no exchange can do; use another."
         )
     return made
+
+
+def state_bytes(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, StateBytes]:
+    """What the user's optimizer will keep of each parameter: found by one step on tensors without memory.
+
+    >>> state_bytes(lambda params: optim.AdamW(params, lr=0.1), {"w": nn.Parameter(torch.zeros(3, 2))})
+    {'w': StateBytes(each=8, once=4)}
+    """
+    stand_ins = {
+        name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        for name, p in parameters.items()
+    }
+    made = make_optimizer(make, stand_ins)
+    for group in made.param_groups:
+        if group.get("fused"):
+            group["fused"] = False  # the kernel needs real memory, and keeps the same
+    for p in stand_ins.values():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    made.step()
+    return {name: _kept_of(p, made.state.get(p, {})) for name, p in stand_ins.items()}
+
+
+def _kept_of(parameter: torch.Tensor, state: Mapping[str, object]) -> StateBytes:
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    each = {key for key, value in tensors.items() if value.shape == parameter.shape and key != "step"}
+    return StateBytes(
+        sum(tensors[key].itemsize for key in each),
+        sum(value.nbytes for key, value in tensors.items() if key not in each),
+    )
 
 
 def names_in_groups(
@@ -153,16 +184,18 @@ def step_scaled(
     scale = found = None
     if factor != 1.0 or limit is not None:
         gradients = held()
-        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        fused = divides_by_scale(optimizer)
         single = all(g.dtype == torch.float32 for g in gradients)  # the kernel keeps its scale in float32
         if limit is None and fused and single and gradients:
             # The fused kernel divides as it reads, which saves a pass over all gradients.
             scale = torch.full((), 1.0 / factor, device=gradients[0].device)
             found = torch.zeros((), device=gradients[0].device)
         elif gradients:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
             if limit is not None:
-                torch._foreach_clamp_min_(gradients, -limit)
-                torch._foreach_clamp_max_(gradients, limit)
-    optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
+                foreach_clamp_min_(gradients, -limit)
+                foreach_clamp_max_(gradients, limit)
+    # The fused kernels look for these two attributes, which torch's class does not declare.
+    for name, value in (("grad_scale", scale), ("found_inf", found)):
+        setattr(optimizer, name, value)
     optimizer.step()

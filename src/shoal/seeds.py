@@ -20,13 +20,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_address
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -53,7 +54,7 @@ def set_stream(seed: int, *names: str | int) -> None:
     >>> torch.equal(first, torch.rand(3))
     True
     """
-    _let_continue(derive(seed, *names))
+    continue_from(derive(seed, *names))
 
 
 def set_step_stream(seed: int, step: int, micro: int) -> None:
@@ -65,10 +66,28 @@ def set_step_stream(seed: int, step: int, micro: int) -> None:
     >>> torch.equal(first, torch.rand(3))
     True
     """
-    _let_continue(xxhash.xxh3_64_intdigest(f"i{seed:d};s4:step;i{step:d};i{micro:d};".encode()) >> 1)
+    continue_from(xxhash.xxh3_64_intdigest(f"i{seed:d};s4:step;i{step:d};i{micro:d};".encode()) >> 1)
 
 
-def _let_continue(key: int) -> None:
+def sample_key(seed: int, epoch: int, sample: int, again: int = 0) -> int:
+    """A key for what one sample draws in an epoch; `again`: how often the epoch has had it before.
+
+    >>> sample_key(0, 1, 7) == derive(0, "sample", 1, 7, 0)
+    True
+    """
+    text = f"i{seed:d};s6:sample;i{epoch:d};i{sample:d};i{again:d};"
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+def continue_from(key: int) -> None:
+    """Let torch's global generators continue from a key that `derive` or `sample_key` gave.
+
+    >>> continue_from(sample_key(0, epoch=1, sample=7))
+    >>> first = torch.rand(1)
+    >>> continue_from(sample_key(0, epoch=1, sample=7))
+    >>> torch.equal(first, torch.rand(1))
+    True
+    """
     # torch.manual_seed also visits every other kind of device, which costs fifty times as much. The CPU
     # generator uses the low 32 bits of a seed only; those of a key are as well mixed as the rest.
     torch.default_generator.manual_seed(key)
@@ -129,6 +148,13 @@ def build_until_named(
         draws.discard()
 
 
+Operation: TypeAlias = "OpOverload[..., object]"
+"""An operation as a dispatch mode gets it, with its schema and tags."""
+Args = Sequence[object]
+Kwargs = dict[str, object]
+"""The arguments of an operation: tensors, numbers, and lists of them."""
+
+
 class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds the global generators before each draw by its name, and follows the draw wherever it goes.
 
@@ -156,12 +182,12 @@ class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [names.get(draw, ("build", draw)) for draw in range(self._count)]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         del types
         return self.follow(func, args, kwargs or {})
 
-    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def follow(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
         """Carry out an operation, and note which draws its results come from."""
         draws = frozenset[int]().union(*(self._reaching(tensor) for tensor in strided((args, kwargs))))
         draw = self.begin_draw() if _is_draw(func, args, kwargs) else None
@@ -174,7 +200,7 @@ class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._reached[reference.cdata] = (reference, draws)
         return result
 
-    def execute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], draw: int | None) -> Any:
+    def execute(self, func: Operation, args: Args, kwargs: Kwargs, draw: int | None) -> object:
         """Carry out an operation; if it draws, it belongs to the draw of that number."""
         del draw
         return func(*args, **kwargs)
@@ -197,7 +223,7 @@ class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _reaching(self, tensor: Tensor) -> frozenset[int]:
         """The draws that influenced this tensor, by number."""
-        _, draws = self._reached.get(tensor.untyped_storage()._cdata, (None, frozenset()))
+        _, draws = self._reached.get(storage_address(tensor), (None, frozenset()))
         return draws
 
 
@@ -212,25 +238,25 @@ def _outermost_init_call() -> FrameType | None:
     return found
 
 
-def _is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_draw(func: Operation, args: Args, kwargs: Kwargs) -> bool:
     """Whether an operation takes from a global generator."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     return not leaves((args, kwargs), torch.Generator)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written(func: Operation, args: Args, kwargs: Kwargs) -> list[object]:
     """The arguments that an operation changes in place; some (`_foreach_mul_`) do not return them."""
     return [args[at] if at < len(args) else kwargs.get(name) for at, name in _places_written(func)]
 
 
 @functools.cache
-def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(func._schema.arguments)
+def _places_written(func: Operation) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(schema_of(func).arguments)
     return tuple((at, argument.name) for at, argument in arguments if argument.is_write)
 
 
-def strided(tree: Any) -> list[Tensor]:
+def strided(tree: object) -> list[Tensor]:
     """The tensors in nested arguments that have a storage of their own (sparse ones have none)."""
     return [tensor for tensor in leaves(tree, Tensor) if tensor.layout == torch.strided]
 
@@ -238,7 +264,7 @@ def strided(tree: Any) -> list[Tensor]:
 Leaf = TypeVar("Leaf")
 
 
-def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
+def leaves(tree: object, kind: type[Leaf]) -> list[Leaf]:
     """What is of that kind in the arguments of an operation, in order.
 
     >>> leaves(([1, 2.0], {"key": 3}), int)
@@ -247,10 +273,10 @@ def leaves(tree: Any, kind: type[Leaf]) -> list[Leaf]:
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return []
-    return [leaf for branch in tree for leaf in leaves(branch, kind)]
+        return [leaf for branch in tree.values() for leaf in leaves(branch, kind)]
+    if isinstance(tree, list | tuple):
+        return [leaf for branch in tree for leaf in leaves(branch, kind)]
+    return []
 
 
 def _cuda_in_use() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Value = int | float | bool | str
@@ -60,21 +61,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes one worker needs for the states of a model, by kind. Activations are not among them."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    buffers: float = 0.0
-    """Working space of the exchange itself, such as buckets in flight."""
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.buffers
-
-
-@dataclass(frozen=True)
 class StepReport:
     """One committed training step. The same loss on every rank; times, bytes and memory are this rank's own."""
 
@@ -101,6 +87,9 @@ class StepReport:
     """Global gradient norm before clipping, where the run needed it."""
     skipped: bool = False
     """True if the update was dropped: overflow in fp16, or a non-finite loss with `on_nan="skip"`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What `metrics=` measures: means over the global batch, as the loss is. Of a run with a step of its own, what that
+    returns; `loss/NAME` is the loss of model NAME."""
 
     @property
     def samples_per_second(self) -> float:

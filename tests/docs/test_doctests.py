@@ -12,11 +12,15 @@ from types import ModuleType
 
 import pytest
 
+import benchmarks
 import shoal
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(
-    m.name for m in pkgutil.walk_packages(shoal.__path__, "shoal.") if m.name != "shoal.__main__"
+    module.name
+    for package in (shoal, benchmarks)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if module.name.rpartition(".")[2] != "__main__"
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sized import SIZED
 
-from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.world.world import World
@@ -22,7 +22,7 @@ def strategy(name: str) -> str:
     return f"{name}(bucket_mb=0.002{', servers=1' if name == 'ps' else ''})"
 
 
-def run_everything(world: World, toys: list[str]) -> dict[str, dict[str, Trace]]:
+def run_everything(world: World, toys: list[str]) -> dict[str, dict[str, ParityTrace]]:
     return {
         toy: {
             name: run_toy(world, TOYS[toy], strategy(name), STEPS, precision="fp32", deterministic=True)
@@ -45,7 +45,7 @@ def test_exchanges_agree_bit_for_bit(workers: int, backend: str) -> None:
                     assert torch.equal(trace.parameters[key], value), f"{toy}: {key} under {name}"
 
 
-def run_in_float64(world: World, toys: list[str]) -> dict[str, dict[str, Trace]]:
+def run_in_float64(world: World, toys: list[str]) -> dict[str, dict[str, ParityTrace]]:
     return {
         toy: {
             name: run_toy(world, TOYS[toy], f"{name}(bucket_mb=0.002)", STEPS)

@@ -10,8 +10,8 @@ import torch
 from sized import SIZED
 
 from shoal.exchange import TABLE as EXCHANGES
-from shoal.exchange.flat import FlatExchange
-from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.types import Promise
@@ -23,12 +23,12 @@ STEPS = 6
 """Two epochs of the toys with a last batch that is too small, three of the others."""
 
 
-def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, Trace]:
+def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, ParityTrace]:
     return {name: run_toy(world, TOYS[name], strategy, STEPS) for name in names}
 
 
 @cache
-def reference(toy: str, workers: int) -> Trace:
+def reference(toy: str, workers: int) -> ParityTrace:
     """One process that cuts each step into the same micro-batches."""
     chosen = TOYS[toy]
     return run_toy(World.alone(), chosen, "solo", STEPS, accumulate=workers * chosen.accumulate)
@@ -38,9 +38,9 @@ def reference(toy: str, workers: int) -> Trace:
 @pytest.mark.parametrize("strategy", SHARED_BY)
 def test_equals_one_process(strategy: str, workers: int) -> None:
     # A small bucket makes several of them even for a toy.
-    flat = issubclass(EXCHANGES[strategy], FlatExchange)
+    flat = issubclass(EXCHANGES[strategy], BucketedExchange)
     # One server is enough for the numbers; what several do is tested where they are killed.
-    servers = ", servers=1" if EXCHANGES[strategy].apart else ""
+    servers = ", servers=1" if EXCHANGES[strategy].uses_servers else ""
     text = f"{strategy}(bucket_mb=0.002{servers})" if flat else strategy
     toys = list(TOYS) if workers == 3 else SIZED
     traces = spawn(run_toys, workers, text, toys)

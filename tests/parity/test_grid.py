@@ -19,7 +19,7 @@ from shoal.config import degree_of
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
 from shoal.plan.check import check_text, pipeline_options
-from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.testing.toys import Toy
@@ -60,7 +60,7 @@ def test_every_schedule_under_every_exchange() -> None:
     found = spawn(run_pairs, 4, scheduled(), timeout=150)[0]
     assert len(found) == 16
     for (strategy, model), trace in found.items():
-        assert isinstance(trace, Trace), f"{strategy}, {model}: {trace}"
+        assert isinstance(trace, ParityTrace), f"{strategy}, {model}: {trace}"
         gap, where = largest_difference(alone(model, 6), trace)
         assert gap <= LIMIT, f"{strategy}, {model}: {gap:.2e} at {where}"
 
@@ -84,8 +84,8 @@ def models_of(workers: int, strategy: str) -> list[str]:
     return [model for i, model in enumerate(MODELS) if (i + SHARED.index(exchange) + column) % 3 == 0]
 
 
-def run_pairs(world: World, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Trace | str]:
-    found: dict[tuple[str, str], Trace | str] = {}
+def run_pairs(world: World, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], ParityTrace | str]:
+    found: dict[tuple[str, str], ParityTrace | str] = {}
     for strategy, model in pairs:
         try:
             found[strategy, model] = run_toy(world, MODELS[model], strategy, STEPS)
@@ -95,7 +95,7 @@ def run_pairs(world: World, pairs: list[tuple[str, str]]) -> dict[tuple[str, str
 
 
 @cache
-def alone(model: str, parts: int) -> Trace:
+def alone(model: str, parts: int) -> ParityTrace:
     """What one process computes, from as many micro-batches."""
     return run_toy(World.alone(), MODELS[model], "solo", STEPS, accumulate=parts)
 
@@ -106,9 +106,9 @@ def _models_are_loaded() -> None:
 
 
 @cache
-def results(workers: int) -> dict[tuple[str, str], Trace | str]:
+def results(workers: int) -> dict[tuple[str, str], ParityTrace | str]:
     pairs = [(strategy, model) for strategy in cells(workers) for model in models_of(workers, strategy)]
-    found: dict[tuple[str, str], Trace | str] = spawn(run_pairs, workers, pairs, timeout=400)[0]
+    found: dict[tuple[str, str], ParityTrace | str] = spawn(run_pairs, workers, pairs, timeout=400)[0]
     return found
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.exchange.flat import FlatExchange
-from shoal.testing.parity import largest_difference, run_toy, toy_order
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.testing.parity import largest_difference, run_toy, take_step, toy_order
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
-from shoal.train.progress import Progress
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -38,7 +38,7 @@ def replicated(world: World, strategy: str) -> dict[str, torch.Tensor]:
     """The parameters of which every tensor rank has a whole copy, as this one has them."""
     parts = build(toy_order(TOYS["stack"], strategy, precision="fp32"), world, record="")[1]
     for number in range(20 if strategy.endswith("auto") else 8):  # auto takes 14 to decide
-        run_step(parts, number)
+        take_step(parts, number)
     cut = parts.whole.layout.pieces
     parts.exchange.close()
     return {
@@ -85,7 +85,7 @@ def test_pipelines_train_near_ddp_and_ties_are_refused() -> None:
 def seen_by_stage(world: World) -> list[float]:
     parts = build(toy_order(TOYS["uneven"], "local(9) * pp2(microbatches=1)"), world, record="")[1]
     for number in range(7):
-        run_step(parts, number)
+        take_step(parts, number)
     seen = parts.exchange.numbers()["seen"]
     assert isinstance(seen, list)
     return seen
@@ -114,8 +114,9 @@ def last_steps(world: World, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts = build(order, world, record="")[1]
     at_five = torch.zeros(1)
     for number in range(stop):
-        parts.exchange.claim(number, stop)
-        run_step(parts, number)
+        view = parts.exchange.work.next(number, stop)
+        assert view is not None
+        run_step(parts, view)
         if number == 4:
             at_five = flat(parts.exchange.parameters())
     return at_five, flat(parts.exchange.parameters())
@@ -139,20 +140,20 @@ class Branches(nn.Module):
         return out
 
 
-def residual_of(exchange: FlatExchange, name: str) -> torch.Tensor:
-    return torch.cat([o.held.tensor.reshape(-1) for o in exchange.owned(saving=True) if o.held.name == name])
+def residual_of(exchange: BucketedExchange, name: str) -> torch.Tensor:
+    return torch.cat([o.held.tensor.reshape(-1) for o in exchange.extras(saving=True) if o.held.name == name])
 
 
 def run_branches(world: World, strategy: str) -> list[tuple[float, float]]:
     """Over the workers, the sum of what the unused layer has not sent: before and after each step that left it out."""
     order = dataclasses.replace(toy_order(TOYS["odd"], strategy, accumulate=1), model=Branches)
     parts = build(order, world, record="")[1]
-    assert isinstance(parts.exchange, FlatExchange)
+    assert isinstance(parts.exchange, BucketedExchange)
     found = []
     for number in range(6):
         unused = "even.weight" if number % 2 else "odd.weight"
         sums = [residual_of(parts.exchange, unused)]
-        run_step(parts, number)
+        take_step(parts, number)
         sums.append(residual_of(parts.exchange, unused))
         for left in sums:
             world.all_reduce(left).wait()
@@ -172,11 +173,11 @@ def save_or_go_on(world: World, strategy: str, folder: str, steps: int) -> tuple
     """The sum over workers of all that is not sent: as loaded, and after one more backward pass's layout."""
     order = dataclasses.replace(toy_order(TOYS["chain"], strategy), global_batch=12)
     plan, parts = build(order, world, record="")
-    checkpoints = Checkpoints(parts, str(plan), Wishes(root=Path(folder)))
+    checkpoints = Checkpoints(parts, str(plan), CheckpointConfig(root=Path(folder)))
     progress = checkpoints.resume()
-    assert isinstance(parts.exchange, FlatExchange)
+    assert isinstance(parts.exchange, BucketedExchange)
     for number in range(progress.step, progress.step + steps):
-        run_step(parts, number)
+        take_step(parts, number)
     before = sum_of_unsent(world, parts.exchange)
     parts.exchange.lay_out_again(list(reversed(parts.exchange.order)))
     after = sum_of_unsent(world, parts.exchange)
@@ -185,9 +186,9 @@ def save_or_go_on(world: World, strategy: str, folder: str, steps: int) -> tuple
     return before, after
 
 
-def sum_of_unsent(world: World, exchange: FlatExchange) -> float:
+def sum_of_unsent(world: World, exchange: BucketedExchange) -> float:
     """A number that a change of holders must not change: the sum over workers and elements."""
-    mine = sum(float(owned.held.tensor.sum()) for owned in exchange.owned(saving=True))
+    mine = sum(float(owned.held.tensor.sum()) for owned in exchange.extras(saving=True))
     return float(world.gather_numbers([mine])[:, 0].sum())
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.testing.parity import Trace, largest_difference, run_order, toy_order
+from shoal.testing.parity import ParityTrace, largest_difference, toy_order, trace_run
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.order import Order
+from shoal.train.run_config import RunConfig
 from shoal.world.world import World
 
 TOY_NAMES = ("uneven", "dropout", "accumulated")
@@ -41,7 +41,7 @@ def partitions(workers: int) -> list[str]:
     ]
 
 
-def order_of(toy: str, strategy: str, partition: str, accumulate: int | None = None) -> Order:
+def order_of(toy: str, strategy: str, partition: str, accumulate: int | None = None) -> RunConfig:
     samples = TOYS[toy].samples
     lengths = torch.randint(1, 9, (samples,), generator=torch.Generator().manual_seed(1))
     columns: dict[str, Any] = {"length": lengths, "word": [f"w{i % 3}" for i in range(samples)]}
@@ -57,9 +57,9 @@ def pairs(strategy: str, workers: int) -> list[tuple[str, str]]:
     return [(TOY_NAMES[(first + i) % 3], partition) for i, partition in enumerate(partitions(workers))]
 
 
-def run_them(world: World, strategy: str) -> dict[tuple[str, str], Trace]:
+def run_them(world: World, strategy: str) -> dict[tuple[str, str], ParityTrace]:
     return {
-        (toy, partition): run_order(world, order_of(toy, strategy, partition), STEPS)
+        (toy, partition): trace_run(world, order_of(toy, strategy, partition), STEPS)
         for toy, partition in pairs(strategy, world.size)
     }
 
@@ -70,7 +70,7 @@ def test_equals_one_process(strategy: str, workers: int) -> None:
     traces = spawn(run_them, workers, strategy)
     for toy, partition in pairs(strategy, workers):
         order = order_of(toy, "solo", partition, workers * TOYS[toy].accumulate)
-        wanted = run_order(World.alone(), order, STEPS)
+        wanted = trace_run(World.alone(), order, STEPS)
         for rank, found in enumerate(traces):
             gap, where = largest_difference(wanted, found[toy, partition])
             place = f"{toy} under {strategy} and {partition}, {workers} workers, rank {rank}"
@@ -79,9 +79,9 @@ def test_equals_one_process(strategy: str, workers: int) -> None:
 
 def test_a_partition_changes_who_computes_and_not_what() -> None:
     """Without draws, the losses of a step are those of any other division; only bucket has steps of its own."""
-    plain = run_order(World.alone(), order_of("odd", "solo", "block", 3), STEPS)
+    plain = trace_run(World.alone(), order_of("odd", "solo", "block", 3), STEPS)
     for partition in partitions(3):
-        found = run_order(World.alone(), order_of("odd", "solo", partition, 3), STEPS)
+        found = trace_run(World.alone(), order_of("odd", "solo", partition, 3), STEPS)
         gap, where = largest_difference(plain, found)
         if partition.startswith("bucket"):
             assert gap > 1e-6

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.exchange.outer import Outer
-from shoal.testing.parity import Trace, largest_difference, run_order, toy_order
+from shoal.exchange.periodic.outer_step import Outer
+from shoal.testing.parity import ParityTrace, largest_difference, take_step, toy_order, trace_run
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
-from shoal.train.order import Order
-from shoal.train.progress import Progress
+from shoal.train.run_config import RunConfig
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -27,13 +27,13 @@ def plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def sgd_order(toy: str, strategy: str) -> Order:
+def sgd_order(toy: str, strategy: str) -> RunConfig:
     order = toy_order(TOYS[toy], strategy)
     return dataclasses.replace(order, optimizer=plain_sgd, clip=None)
 
 
-def run_all(world: World, cells: list[tuple[str, str]]) -> dict[tuple[str, str], Trace]:
-    return {(s, toy): run_order(world, sgd_order(toy, s), STEPS) for s, toy in cells}
+def run_all(world: World, cells: list[tuple[str, str]]) -> dict[tuple[str, str], ParityTrace]:
+    return {(s, toy): trace_run(world, sgd_order(toy, s), STEPS) for s, toy in cells}
 
 
 TOYS_ALIKE = [name for name in TOYS if name not in ("dropout", "drawing")]
@@ -84,7 +84,7 @@ def all_parameters(world: World, strategy: str, steps: int) -> list[dict[str, to
     parts = build(sgd_order("uneven", strategy), world, record="")[1]
     found = []
     for number in range(steps):
-        run_step(parts, number)
+        take_step(parts, number)
         found.append({name: p.detach().clone() for name, p in parts.model.named_parameters()})
     return found
 
@@ -110,16 +110,16 @@ def test_fragments_meet_in_turn() -> None:
     assert alike[7] == alike[3]
 
 
-def train(world: World, strategy: str, folder: str, begin: int, steps: int) -> Trace:
+def train(world: World, strategy: str, folder: str, begin: int, steps: int) -> ParityTrace:
     order = toy_order(TOYS["uneven"], strategy)
     plan, parts = build(order, world, record="")
-    checkpoints = Checkpoints(parts, str(plan), Wishes(root=Path(folder)))
+    checkpoints = Checkpoints(parts, str(plan), CheckpointConfig(root=Path(folder)))
     progress = checkpoints.resume()
     parts.exchange.start(progress.step, None)
     assert progress.step == begin
-    losses = [run_step(parts, number).loss for number in range(begin, steps)]
+    losses = [take_step(parts, number).loss for number in range(begin, steps)]
     checkpoints.save(f"step-{steps}", Progress(steps))
-    return Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+    return ParityTrace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
 
 
 KEPT = [
@@ -134,7 +134,7 @@ KEPT = [
 ]
 
 
-def restart(world: World, root: str) -> dict[str, tuple[Trace, Trace, Trace]]:
+def restart(world: World, root: str) -> dict[str, tuple[ParityTrace, ParityTrace, ParityTrace]]:
     found = {}
     for number, strategy in enumerate(KEPT):
         folder = Path(root) / str(number)
@@ -152,7 +152,7 @@ def test_a_restart_in_the_middle_of_a_round_changes_nothing(tmp_path: Path) -> N
             assert torch.equal(value, second.parameters[name]), f"{strategy}: {name}"
 
 
-def grow(world: World, root: str) -> list[Trace]:
+def grow(world: World, root: str) -> list[ParityTrace]:
     return [
         train(world, strategy, str(Path(root) / str(number)), 4, 9)
         for number, strategy in enumerate(
@@ -161,7 +161,7 @@ def grow(world: World, root: str) -> list[Trace]:
     ]
 
 
-def begin_all(world: World, root: str) -> list[Trace]:
+def begin_all(world: World, root: str) -> list[ParityTrace]:
     return [
         train(world, strategy, str(Path(root) / str(number)), 0, 4)
         for number, strategy in enumerate(["diloco(5)", "diloco(5)", "ddp + topk(0.1)", "ddp + topk(0.1)"])
@@ -183,11 +183,11 @@ def slow_steps(
     """What a worker did, what it reported, and where it ended; the last worker takes its time."""
     parts = build(sgd_order("odd", strategy), world, record="")[1]
     made, reported, at = [], [], 0
-    while (number := parts.exchange.claim(at, steps)) is not None:
+    while (view := parts.exchange.work.next(at, steps)) is not None:
         if world.rank == world.size - 1:
             time.sleep(0.05)
-        made.append(number)
-        at = run_step(parts, number).number
+        made.append(view.step)
+        at = run_step(parts, view).number
         reported.append(at)
     return made, reported, parts.exchange.parameters()
 

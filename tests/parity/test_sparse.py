@@ -16,13 +16,13 @@ from torch.utils.data import TensorDataset
 from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
-from shoal.exchange.base import Exchange
-from shoal.exchange.rowlines import Beside
-from shoal.exchange.tables import Tables
-from shoal.testing.parity import Trace, largest_difference
+from shoal.exchange.contract import Exchange
+from shoal.exchange.embeddings.back_ends import Beside
+from shoal.exchange.embeddings.embedding_tables import Tables
+from shoal.testing.parity import ParityTrace, largest_difference, take_step
 from shoal.testing.spawn import spawn
 from shoal.train.build import build
-from shoal.train.order import Order
+from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -83,8 +83,8 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
-def order(strategy: str, model: Callable[[], nn.Module] = Words) -> Order:
-    return Order(
+def order(strategy: str, model: Callable[[], nn.Module] = Words) -> RunConfig:
+    return RunConfig(
         model=model,
         loss=loss,
         optimizer=adamw,
@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    trace: Trace
+    trace: ParityTrace
     rows: dict[str, torch.Tensor]
 
 
@@ -120,11 +120,11 @@ def all_rows(exchange: Exchange) -> dict[str, torch.Tensor]:
     return {path: torch.cat(pieces) for path, pieces in found.items()}
 
 
-def train(world: World, asked: Order, steps: int = 8) -> Result:
+def train(world: World, asked: RunConfig, steps: int = 8) -> Result:
     parts = build(asked, world, record="")[1]
     try:
-        losses = [run_step(parts, number).loss for number in range(steps)]
-        trace = Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+        losses = [take_step(parts, number).loss for number in range(steps)]
+        trace = ParityTrace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
         return Result(trace, all_rows(parts.exchange))
     finally:
         parts.exchange.close()
@@ -134,7 +134,7 @@ def train_cases(world: World, strategy: str) -> dict[str, Result]:
     return {name: train(world, replace(order(strategy), **case)) for name, case in CASES.items()}
 
 
-def _numbers(trace: Trace) -> Trace:
+def _numbers(trace: ParityTrace) -> ParityTrace:
     """With a number for the loss of a step that was dropped."""
     return replace(trace, losses=[-1.0 if math.isnan(loss) else loss for loss in trace.losses])
 
@@ -179,7 +179,7 @@ def test_one_process_computes_what_an_embedding_does() -> None:
         dense.set_submodule(name, embedding)
     wanted = build(replace(asked, model=dense), World.alone(), record="")[1]
     for number in range(8):
-        assert abs(run_step(parts, number).loss - run_step(wanted, number).loss) < 1e-12
+        assert abs(take_step(parts, number).loss - take_step(wanted, number).loss) < 1e-12
 
 
 def some_ids(batch: Any) -> torch.Tensor:
@@ -209,9 +209,9 @@ def run_ahead(world: World, ahead: bool) -> tuple[Result, int]:
     asked = count_asked(parts.exchange)
     try:
         losses = []
-        while (number := parts.exchange.claim(0, 8)) is not None:
-            losses.append(run_step(parts, number).loss)
-        trace = Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+        while (view := parts.exchange.work.next(0, 8)) is not None:
+            losses.append(run_step(parts, view).loss)
+        trace = ParityTrace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
         return Result(trace, all_rows(parts.exchange)), sum(asked)
     finally:
         parts.exchange.close()
@@ -271,8 +271,8 @@ def losses_of(world: World, strategy: str) -> list[float]:
     parts = build(replace(asked, optimizer=adagrad, global_batch=26), world, record="")[1]
     exchange, losses = parts.exchange, []
     try:
-        while (number := exchange.claim(0, 60)) is not None:
-            losses.append(run_step(parts, number).loss)
+        while (view := exchange.work.next(0, 60)) is not None:
+            losses.append(run_step(parts, view).loss)
         return losses
     finally:
         exchange.close()

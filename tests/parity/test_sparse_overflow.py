@@ -13,10 +13,10 @@ from test_sparse import ROWS, adamw, all_rows, data, some_ids
 from torch import nn
 
 from shoal.embedding import SparseEmbedding
-from shoal.server.keyed import keyed_rows
+from shoal.server.rows.initial_values import keyed_rows
 from shoal.testing.spawn import spawn
 from shoal.train.build import build
-from shoal.train.order import Order
+from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
 from shoal.types import StepReport
 from shoal.world.world import World
@@ -78,7 +78,7 @@ class Result:
 
 
 def train(world: World, strategy: str, make: Any, accumulate: int = 1, dense: bool = False) -> Result:
-    order = Order(
+    order = RunConfig(
         model=lambda: Words(dense),
         loss=loss,
         optimizer=make,
@@ -99,10 +99,10 @@ def train(world: World, strategy: str, make: Any, accumulate: int = 1, dense: bo
 
     reports, changed, number = list[StepReport](), list[tuple[bool, bool]](), 0
     try:
-        while (claimed := parts.exchange.claim(number, STEPS)) is not None:
+        while (view := parts.exchange.work.next(number, STEPS)) is not None:
             before = seen()
-            reports.append(run_step(parts, claimed))
-            after, number = seen(), claimed + 1
+            reports.append(run_step(parts, view))
+            after, number = seen(), view.step + 1
             changed.append((not same(before[0], after[0]), not same(before[1], after[1])))
         return Result(reports, changed, parts.scale.value, parts.whole.parameters(), all_rows(parts.exchange))
     finally:

@@ -7,7 +7,7 @@ import torch
 from sized import SIZED
 from torch import nn
 
-from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.testing.toys import Toy
@@ -89,7 +89,7 @@ STEPS = 6
 """Two epochs of the toys with a last batch that is too small, three of the others."""
 
 
-def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, Trace]:
+def run_toys(world: World, strategy: str, names: list[str]) -> dict[str, ParityTrace]:
     return {name: run_toy(world, EVERY[name], strategy, STEPS) for name in names}
 
 

@@ -61,7 +61,7 @@ run = shoal.Run(
     log=None,
     progress=False,
 )
-exchange = run._parts.exchange
+exchange = run._context.exchange
 with (folder / f"losses-{run.world.rank}").open("a") as file:
     for step in run.steps(steps):
         file.write(json.dumps([step.number, step.loss, time.time()]) + "\n")

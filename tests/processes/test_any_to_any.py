@@ -8,13 +8,12 @@ import torch
 
 from shoal.checkpoint.folder import look
 from shoal.checkpoint.load import Reader
-from shoal.testing.parity import toy_parts
+from shoal.testing.parity import take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE
-from shoal.train.checkpoints import Checkpoints, Wishes
-from shoal.train.parts import Parts
-from shoal.train.progress import Progress
-from shoal.train.step import run_step
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
+from shoal.train.step_context import StepContext
 from shoal.world.world import World
 
 FLAT = ["ddp", "zero1(bucket_mb=0.001)", "zero2(bucket_mb=0.002)", "shared(bucket_mb=0.001)", "zero3"]
@@ -27,7 +26,7 @@ STRATEGIES = {
 }
 
 
-def contents(parts: Parts) -> dict[str, torch.Tensor]:
+def contents(parts: StepContext) -> dict[str, torch.Tensor]:
     """Everything, put together in another way than checkpoints do it: by collectives."""
     state = parts.whole.optimizer_state()
     found = {f"optimizer/{key}/{name}": v for name, entries in state.items() for key, v in entries.items()}
@@ -39,9 +38,9 @@ def save(world: World, root: str) -> list[str]:
     for number, strategy in enumerate(STRATEGIES[world.size]):
         parts = toy_parts(world, TABLE["stack"], strategy)
         for step in range(2 + number % 2):
-            run_step(parts, step)
+            take_step(parts, step)
         name = f"{world.size}-{number}"
-        Checkpoints(parts, strategy, Wishes(Path(root))).save(name, Progress(step + 1))
+        Checkpoints(parts, strategy, CheckpointConfig(Path(root))).save(name, Progress(step + 1))
         reader = Reader.of(next(found for found in look(Path(root)) if found.name == name))
         wanted = contents(parts)
         if {p for p in reader.manifest.tensors if not p.startswith("buffer")} != wanted.keys():
@@ -58,7 +57,7 @@ def load(world: World, root: str) -> list[str]:
     kept = [{path: reader.read(path) for path in reader.manifest.tensors} for reader in readers]
     for strategy in STRATEGIES[world.size]:
         parts = toy_parts(world, TABLE["stack"], strategy)
-        checkpoints = Checkpoints(parts, strategy, Wishes(Path(root)))
+        checkpoints = Checkpoints(parts, strategy, CheckpointConfig(Path(root)))
         for reader, wanted in zip(readers, kept, strict=True):
             checkpoints.take_over(reader)
             world.barrier()

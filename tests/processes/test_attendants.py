@@ -14,8 +14,8 @@ from shoal.errors import WorkerFailed
 
 SCRIPT = """
 import os, selectors, signal
-from shoal.cluster.attendants import Attendants
-from shoal.server.keys import JobKeys
+from shoal.cluster.server_supervisor import Attendants
+from shoal.server.transport.keys import JobKeys
 
 selector = selectors.EpollSelector()
 before = set(os.listdir("/proc/self/fd"))

@@ -18,15 +18,14 @@ from torch.nn import functional as F
 from shoal.balance.remembered import default_path, keep, recall
 from shoal.errors import ConfigError
 from shoal.report.events import read_events
-from shoal.testing.parity import Trace, largest_difference, run_order, toy_order
+from shoal.testing.parity import ParityTrace, largest_difference, take_step, toy_order, trace_run
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.balancing import Change, key_for
+from shoal.train.balancing.balancing import Change, key_for
 from shoal.train.build import build
-from shoal.train.order import Order
-from shoal.train.parts import Parts
-from shoal.train.step import run_step
-from shoal.train.whole import Shape
+from shoal.train.model.whole_model import ModelShape
+from shoal.train.run_config import RunConfig
+from shoal.train.step_context import StepContext
 from shoal.types import StepReport
 from shoal.world.world import World
 
@@ -34,21 +33,21 @@ STEPS = 26
 SLOWER = 4
 
 
-def order_of(toy: str, strategy: str, balance: str, accumulate: int, loaders: int = 0) -> Order:
+def order_of(toy: str, strategy: str, balance: str, accumulate: int, loaders: int = 0) -> RunConfig:
     order = replace(toy_order(TOYS[toy], strategy, accumulate), balance=balance, global_batch=24)
     return replace(order, loader_workers=loaders)
 
 
-def step_of(parts: Parts, number: int) -> tuple[StepReport, Change | None]:
+def step_of(parts: StepContext, number: int) -> tuple[StepReport, Change | None]:
     """A step that seems to take a second a sample, and four on the first worker: nothing depends on the machine."""
-    report = run_step(parts, number)
+    report = take_step(parts, number)
     took = parts.loader.handed * (SLOWER if parts.world.rank == 0 else 1)
     return report, parts.balancing.after(replace(report, compute_seconds=float(took), data_seconds=0.0))
 
 
 def train(
     world: World, toy: str, strategy: str, balance: str, accumulate: int, loaders: int
-) -> tuple[Trace, list[int], int]:
+) -> tuple[ParityTrace, list[int], int]:
     """What came out, how many samples this worker had in each step, and how often shares changed."""
     torch.set_num_threads(1)
     # As under `shoal run`: a worker may have children of its own, and they have torch already.
@@ -61,7 +60,7 @@ def train(
         sizes.append(parts.loader.handed)
         changes += change is not None
         losses.append(report.loss)
-    return Trace(losses, parts.whole.parameters()), sizes, changes
+    return ParityTrace(losses, parts.whole.parameters()), sizes, changes
 
 
 CASES = [
@@ -79,7 +78,7 @@ def test_uneven_shares_equal_one_process(
     toy: str, strategy: str, balance: str, workers: int, accumulate: int, loaders: int
 ) -> None:
     found = spawn(train, workers, toy, strategy, balance, accumulate, loaders)
-    wanted = run_order(World.alone(), order_of(toy, "solo", "even", workers * accumulate), STEPS)
+    wanted = trace_run(World.alone(), order_of(toy, "solo", "even", workers * accumulate), STEPS)
     for rank, (trace, _, _) in enumerate(found):
         gap, where = largest_difference(wanted, trace)
         assert gap < 1e-12, f"rank {rank}: {gap:.2e} at {where}"
@@ -95,16 +94,16 @@ def test_uneven_shares_equal_one_process(
     assert 1 <= found[0][2] <= 4
 
 
-def given(world: World, toy: str, strategy: str) -> tuple[Trace, list[int]]:
+def given(world: World, toy: str, strategy: str) -> tuple[ParityTrace, list[int]]:
     order = order_of(toy, strategy, "static(shares=3/1)", 1)
     parts = build(order, world, record="")[1]
     losses, sizes = [], []
     for number in range(6):
-        report = run_step(parts, number)
+        report = take_step(parts, number)
         assert parts.balancing.after(report) is None
         losses.append(report.loss)
         sizes.append(parts.loader.handed)
-    return Trace(losses, parts.whole.parameters()), sizes
+    return ParityTrace(losses, parts.whole.parameters()), sizes
 
 
 @pytest.mark.parametrize(("toy", "strategy"), [("dropout", "ddp"), ("odd", "zero3"), ("dropout", "zero1")])
@@ -112,7 +111,7 @@ def test_given_shares_draw_what_one_process_draws(toy: str, strategy: str) -> No
     """Also where micro-batches draw random numbers: one process divides the step in the same way."""
     found = spawn(given, 2, toy, strategy)
     assert [sizes for _, sizes in found] == [[18] * 6, [6] * 6]
-    wanted = run_order(World.alone(), order_of(toy, "solo", "static(shares=3/1)", 2), 6)
+    wanted = trace_run(World.alone(), order_of(toy, "solo", "static(shares=3/1)", 2), 6)
     for trace, _ in found:
         gap, where = largest_difference(wanted, trace)
         assert gap < 1e-12, f"{gap:.2e} at {where}"
@@ -128,7 +127,7 @@ def remember(world: World, cache: str, strategy: str) -> tuple[list[int], list[f
         sizes.append(parts.loader.handed)
     parts.balancing.close()
     world.barrier()
-    return sizes, list(recall(default_path(), key_for(Shape.of(TOYS["odd"].model()), world), world.size))
+    return sizes, list(recall(default_path(), key_for(ModelShape.of(TOYS["odd"].model()), world), world.size))
 
 
 def test_history_begins_where_the_last_run_ended(tmp_path: Path) -> None:
@@ -156,34 +155,34 @@ class Wide(nn.Module):
         return x
 
 
-def wide(strategy: str, balance: str) -> Order:
+def wide(strategy: str, balance: str) -> RunConfig:
     def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         return F.mse_loss(output, batch[1], reduction="sum"), batch[1].numel()
 
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(64, generator=generator), torch.randn(64, generator=generator)) for _ in range(48)]
-    return Order(
-        Wide,
-        loss,
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        data,
-        24,
-        strategy,
-        "fp64",
+    return RunConfig(
+        model=Wide,
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=data,
+        global_batch=24,
+        strategy=strategy,
+        precision="fp64",
         balance=balance,
     )
 
 
-def stages(world: World, balance: str, cache: str) -> tuple[int, Trace]:
+def stages(world: World, balance: str, cache: str) -> tuple[int, ParityTrace]:
     os.environ["XDG_CACHE_HOME"] = cache
     if balance == "history" and world.rank == 0:
-        key = key_for(Shape.of(Wide()), world)
+        key = key_for(ModelShape.of(Wide()), world)
         keep(default_path(), key, [4.0, 1.0], now=0.0)
     order = wide("ddp * pp2(1f1b, microbatches=2)", balance)
     parts = build(order, world, record="")[1]
-    losses = [run_step(parts, number).loss for number in range(3)]
+    losses = [take_step(parts, number).loss for number in range(3)]
     mine = sum(p.numel() > 0 for name, p in parts.model.named_parameters() if name.endswith("weight"))
-    return mine, Trace(losses, parts.whole.parameters())
+    return mine, ParityTrace(losses, parts.whole.parameters())
 
 
 @pytest.mark.parametrize("balance", ["static(shares=4/1)", "static(shares=1/4)", "static", "history"])
@@ -193,7 +192,7 @@ def test_stages_get_blocks_by_shares(balance: str, tmp_path: Path) -> None:
     assert sum(mine) == 8
     if balance != "static":  # costs are measured, and vary; so do the speeds that plain static measures
         assert (mine[0] > mine[1]) == ("1/4" not in balance), mine
-    wanted = run_order(World.alone(), wide("solo", "even"), 3)
+    wanted = trace_run(World.alone(), wide("solo", "even"), 3)
     for _, trace in found:
         gap, where = largest_difference(wanted, trace)
         assert gap < 1e-12, f"{gap:.2e} at {where}"
@@ -249,7 +248,7 @@ run = shoal.Run(**settings, balance="dynamic(every=4)")
 for step in run.steps(int(sys.argv[1])):
     pass
 if rank == 0:
-    print("first", run._parts.loader._picks.sharing.at(15)[1].tolist())
+    print("first", run._context.loader._picks.sharing.at(15)[1].tolist())
 """
 
 

@@ -13,12 +13,12 @@ from torch.utils.data import TensorDataset
 
 from shoal.blocks import find_blocks
 from shoal.errors import ConfigError
+from shoal.testing.parity import take_step
 from shoal.testing.spawn import spawn
-from shoal.train.batchnorm import Presence, has_batchnorm, sync_batchnorm
 from shoal.train.build import build
-from shoal.train.order import Order
-from shoal.train.recompute import recompute_blocks
-from shoal.train.step import run_step
+from shoal.train.model.recompute import recompute_blocks
+from shoal.train.model.sync_batchnorm import Presence, has_batchnorm, sync_batchnorm
+from shoal.train.run_config import RunConfig
 from shoal.world.world import World
 
 SHARES = {2: (5, 0), 3: (1, 7, 3), 4: (4, 0, 1, 6)}
@@ -276,7 +276,7 @@ def test_a_layer_of_another_class_is_refused_and_nothing_changed(make_norm: Any)
 def tracked(world: World, strategy: str) -> list[float]:
     """Batches that the layer has seen on each worker, where the second has samples in few steps."""
     x = torch.randn(33, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    order = Order(
+    order = RunConfig(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
         loss=lambda output, batch: ((output - batch[1]) ** 2).mean(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
@@ -289,7 +289,7 @@ def tracked(world: World, strategy: str) -> list[float]:
     )
     _, parts = build(order, world, record="")
     for number in range(3):
-        run_step(parts, number)
+        take_step(parts, number)
     seen = float(dict(parts.model.named_buffers())["1.num_batches_tracked"])
     return world.gather_numbers([seen])[:, 0].tolist()
 

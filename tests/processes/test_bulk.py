@@ -15,12 +15,12 @@ import pytest
 import torch
 import zmq
 
-from shoal.server import bulk, inbox
-from shoal.server.bulk import Bulk, name_of
-from shoal.server.keys import JobKeys
-from shoal.server.message import Kind, Message
-from shoal.server.sealed import Part, seal
-from shoal.server.wire import Wire
+from shoal.server.protocol.messages import Message, MessageKind
+from shoal.server.transport import bulk, inbox, sockets
+from shoal.server.transport.bulk import Bulk, name_of
+from shoal.server.transport.cipher import Part, seal
+from shoal.server.transport.keys import JobKeys
+from shoal.server.transport.sockets import Wire
 
 SERVER, WORKER = 1, 256
 SIZE = 1 << 20
@@ -41,7 +41,7 @@ def pair(keys: JobKeys) -> Iterator[tuple[Wire, Wire]]:
 
 
 def tensor(seq: int) -> Message:
-    return Message(Kind.CALL, seq=seq, tensor=torch.full((SIZE,), float(seq)))
+    return Message(MessageKind.CALL, seq=seq, tensor=torch.full((SIZE,), float(seq)))
 
 
 def bulk_of(wire: Wire) -> Bulk:
@@ -125,7 +125,7 @@ def test_tensors_take_the_second_way_in_order_with_the_rest(pair: tuple[Wire, Wi
         for wire, peer in ((worker, SERVER), (server, WORKER)):
             first = 10 if wire is worker else 20
             for seq in range(first, first + 6):
-                assert wire.send(peer, tensor(seq) if seq % 2 else Message(Kind.CALL, seq=seq))
+                assert wire.send(peer, tensor(seq) if seq % 2 else Message(MessageKind.CALL, seq=seq))
         got = gather(pair, has(*range(10, 16), *range(20, 26)))
     for first in (10, 20):
         assert [m.seq for m in got if first <= m.seq < first + 6] == list(range(first, first + 6))
@@ -145,13 +145,32 @@ def test_a_way_that_is_agreed_on_ahead(keys: JobKeys) -> None:
 
 def test_small_tensors_and_those_without_keys_stay_where_they_are(pair: tuple[Wire, Wire]) -> None:
     agree(*pair)
-    few = Message(Kind.CALL, tensor=torch.zeros(100))
+    few = Message(MessageKind.CALL, tensor=torch.zeros(100))
     assert not pair[1].seals(SERVER, few)
     with Wire(SERVER, None) as server, Wire(WORKER, None, None) as worker:
         worker.connect(SERVER, server.address)
         worker.send(SERVER, tensor(1))
         gather((server, worker), has(1))
         assert not worker.seals(SERVER, tensor(1))
+
+
+@pytest.mark.parametrize("without", [SERVER, WORKER])
+def test_where_one_side_cannot_seal_curve_carries_tensors(
+    keys: JobKeys, monkeypatch: pytest.MonkeyPatch, without: int
+) -> None:
+    """`cryptography` is an extra: one host may have it and another may not."""
+    monkeypatch.setattr(sockets, "can_seal", lambda: without != SERVER)
+    with Wire(SERVER, keys) as server:
+        monkeypatch.setattr(sockets, "can_seal", lambda: without != WORKER)
+        with Wire(WORKER, keys, None) as worker:
+            worker.connect(SERVER, server.address, ahead=True)
+            for seq in range(3):
+                worker.send(SERVER, tensor(seq))
+                gather((server, worker), has(seq))
+                server.send(WORKER, tensor(10 + seq))
+                gather((server, worker), has(10 + seq))
+            assert not worker.seals(SERVER, tensor(0))
+            assert not server.seals(WORKER, tensor(0))
 
 
 def test_memory_may_change_once_a_sealed_tensor_is_sent(pair: tuple[Wire, Wire]) -> None:
@@ -196,7 +215,7 @@ def test_a_way_that_breaks_is_given_up(pair: tuple[Wire, Wire], monkeypatch: pyt
         agree(server, worker)
         stop.set()
         worker.send(SERVER, tensor(1))  # lost: whoever sent it will do so again
-        worker.send(SERVER, Message(Kind.CALL, seq=2))
+        worker.send(SERVER, Message(MessageKind.CALL, seq=2))
         assert 1 not in {message.seq for message in gather(pair, has(2))}
         gather(pair, lambda _: not worker.seals(SERVER, tensor(0)))
         worker.send(SERVER, tensor(3))
@@ -231,6 +250,21 @@ def test_a_connection_that_is_hung_up_is_made_anew(
                 for some, other in ((worker, SERVER), (server, WORKER)):
                     some.send(other, tensor(seq))
                     some.receive(0.05)
+
+
+def test_a_way_may_be_given_up_while_pieces_lie_on_it(pair: tuple[Wire, Wire]) -> None:
+    """Both sockets have something in the same round, and what the first one says closes the second."""
+    server, worker = pair
+    agree(server, worker)
+    server.send(WORKER, tensor(1))
+    server._say(WORKER, False)
+    _, way = bulk_of(worker)._dealers[SERVER]
+    _, curve = worker._dealers[SERVER]
+    assert way.poll(5000)
+    assert curve.poll(5000)
+    gather(pair, lambda _: way.closed)
+    worker.send(SERVER, tensor(2))
+    gather(pair, has(2))
 
 
 def test_one_direction_that_is_blocked_leaves_the_other_alone(pair: tuple[Wire, Wire]) -> None:
@@ -345,7 +379,7 @@ def test_nothing_is_lost_while_a_way_opens(keys: JobKeys) -> None:
         worker.connect(SERVER, server.address)
         got: list[Message] = []
         for seq in range(12):
-            message = Message(Kind.CALL, seq=seq, tensor=torch.full((8 * SIZE,), float(seq)))
+            message = Message(MessageKind.CALL, seq=seq, tensor=torch.full((8 * SIZE,), float(seq)))
             worker.send(SERVER, message)
             got += [m for wire in (server, worker) for _, m in wire.receive(0.005)]
         end = time.monotonic() + 60
@@ -385,6 +419,6 @@ def test_what_is_cut_off_holds_nobody_up(pair: tuple[Wire, Wire], monkeypatch: p
 
     monkeypatch.setattr(bulk, "seal", breaks_off)
     worker.send(SERVER, tensor(1))
-    worker.send(SERVER, Message(Kind.CALL, seq=2))
+    worker.send(SERVER, Message(MessageKind.CALL, seq=2))
     got = gather(pair, has(2), timeout=inbox.PATIENCE / 2)
     assert 1 not in {message.seq for message in got}

@@ -18,17 +18,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal.checkpoint.save as save_module
-from shoal.checkpoint.convert import import_checkpoint
+from shoal.checkpoint.convert.import_weights import import_checkpoint
+from shoal.checkpoint.copies.keep import Keep
 from shoal.checkpoint.folder import latest, look, open_folder
-from shoal.checkpoint.keep import Keep
 from shoal.checkpoint.load import Reader
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.loop import Loop
-from shoal.train.order import Order
-from shoal.train.progress import Progress
+from shoal.train.run_config import RunConfig
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
 from shoal.types import StepReport
 from shoal.world.world import World
 
@@ -64,7 +64,7 @@ def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -> Loop:
-    order = Order(
+    order = RunConfig(
         model=case.get("model", Net),
         loss=loss if case["precision"] == "fp16" else lambda output, batch: F.cross_entropy(output, batch[1]),
         optimizer=case["optimizer"],
@@ -77,7 +77,7 @@ def make_loop(world: World, folder: Path, strategy: str, case: dict[str, Any]) -
         seed=1,
     )
     plan, parts = build(order, world, record="")
-    checkpoints = Checkpoints(parts, str(plan), Wishes(folder, every=3))
+    checkpoints = Checkpoints(parts, str(plan), CheckpointConfig(folder, every=3))
     return Loop(parts, case["schedule"], checkpoints, None, {"strategy": str(plan)}, False)
 
 
@@ -138,13 +138,13 @@ def stop_and_go(world: World, root: str, strategies: list[str]) -> dict[str, lis
                     again += seen([report])
                     if report.number == stop:
                         break
-            ends = [{**x.parts.whole.tensors(), **state_of(x)} for x in (loop, loop_again)]
-            found[f"{strategy} {name}"] = [wanted, again, ends, loop_again.parts.scale.value]
+            ends = [{**x.context.whole.tensors(), **state_of(x)} for x in (loop, loop_again)]
+            found[f"{strategy} {name}"] = [wanted, again, ends, loop_again.context.scale.value]
     return found
 
 
 def state_of(loop: Loop) -> dict[str, torch.Tensor]:
-    state = loop.parts.whole.optimizer_state()
+    state = loop.context.whole.optimizer_state()
     return {f"{name} {key}": value for name, entries in state.items() for key, value in entries.items()}
 
 
@@ -229,7 +229,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
 
 
 def one_linear(folder: Path, model: Callable[[], nn.Module], optimizer: Any) -> Loop:
-    order = Order(
+    order = RunConfig(
         model=model,
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         optimizer=optimizer,
@@ -238,7 +238,7 @@ def one_linear(folder: Path, model: Callable[[], nn.Module], optimizer: Any) -> 
         strategy="solo",
     )
     _, parts = build(order, World.alone(), record="")
-    checkpoints = Checkpoints(parts, "solo", Wishes(folder, every=1, keep=Keep(2)))
+    checkpoints = Checkpoints(parts, "solo", CheckpointConfig(folder, every=1, keep=Keep(2)))
     return Loop(parts, None, checkpoints, None, {"strategy": "solo"}, False)
 
 
@@ -344,7 +344,7 @@ def test_a_run_begins_with_imported_weights(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run", step=0)
     loop = one_linear(tmp_path / "run", Tied, adamw)
     assert loop.checkpoints.resume().step == 0
-    state = loop.parts.whole.state_dict()
+    state = loop.context.whole.state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert len(list(loop.steps(2, Progress()))) == 2
@@ -372,11 +372,11 @@ def test_a_model_that_draws_later_draws_the_same_after_a_restart(tmp_path: Path)
             loop = one_linear(tmp_path / f"{len(stops)}", Warming, adamw)
             progress = loop.checkpoints.resume()
             if progress.step > 2:
-                loop.parts.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
+                loop.context.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
             for report in loop.steps(6, progress):
                 seen_losses[report.number] = report.loss
                 if report.number == 2:
-                    loop.parts.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
+                    loop.context.model.drop.p = 0.5  # type: ignore[union-attr, assignment]
                 if report.number == stop:
                     break
         losses.append(seen_losses)
@@ -424,7 +424,7 @@ def test_another_precision_goes_on(tmp_path: Path) -> None:
     loop = make_loop(World.alone(), tmp_path, "solo", {**CASES["nadam"], "precision": "fp64"})
     reports = list(loop.steps(6, loop.checkpoints.resume()))
     assert [report.number for report in reports] == [4, 5, 6]
-    state = loop.parts.exchange.optimizer_state()
+    state = loop.context.exchange.optimizer_state()
     assert state["first.weight"]["exp_avg"].dtype == torch.float64
 
 

@@ -13,15 +13,15 @@ from torch.utils.data import TensorDataset
 
 from shoal import compress
 from shoal.config import parse_call
-from shoal.exchange.compressed import Compressed
-from shoal.exchange.reducer import Plain
-from shoal.exchange.weighing import Weighing
+from shoal.exchange.reduce.autotune import Weighing
+from shoal.exchange.reduce.compressed import Compressed
+from shoal.exchange.reduce.reducer import Plain
+from shoal.testing.parity import take_step
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import Odd, adamw
 from shoal.train.build import build
-from shoal.train.order import Order
-from shoal.train.precision import LossScale
-from shoal.train.step import run_step
+from shoal.train.run_config import RunConfig
+from shoal.train.technique.precision import LossScale
 from shoal.types import StepReport
 from shoal.world.buckets import Bucket, lay_out
 from shoal.world.world import Handle, World
@@ -207,7 +207,7 @@ class Scaled:
 def train_in_fp16(world: World, strategy: str, scale: LossScale, loss: Any = usual) -> Scaled:
     drawn = torch.Generator().manual_seed(4)
     x = torch.randn(26, 5, generator=drawn)
-    order = Order(
+    order = RunConfig(
         model=Odd,
         loss=loss,
         optimizer=adamw,
@@ -223,11 +223,11 @@ def train_in_fp16(world: World, strategy: str, scale: LossScale, loss: Any = usu
     try:
         for number in range(30):
             before = parts.whole.parameters()
-            found.reports.append(run_step(parts, number))
+            found.reports.append(take_step(parts, number))
             after = parts.whole.parameters()
             found.scales.append(parts.scale.value)
             found.changed.append(any(not torch.equal(after[name], before[name]) for name in before))
-            left = [owned.held.tensor for owned in parts.exchange.owned(saving=False)]
+            left = [owned.held.tensor for owned in parts.exchange.extras(saving=False)]
             found.kept.append(sum(float(tensor.abs().sum()) for tensor in left))
         return found
     finally:

@@ -10,13 +10,13 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.workload.text import Reader, Size, kept_text, training_text
 from shoal import compress, exchange
-from shoal.bench.text import Reader, Size, kept_text, training_text
 from shoal.plan.check import check_text, compressor_of
 from shoal.testing.spawn import spawn
 from shoal.train.build import build
 from shoal.train.evaluate import evaluate
-from shoal.train.order import Order
+from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -65,14 +65,20 @@ def final_losses(
     data = digits() if task == "digits" else training_text(batch)
     seen = data if task == "digits" else kept_text()
     for strategy in strategies:
-        order = Order(
-            make_net if task == "digits" else make_reader, loss, adam, data, batch, strategy=strategy
+        order = RunConfig(
+            model=make_net if task == "digits" else make_reader,
+            loss=loss,
+            optimizer=adam,
+            data=data,
+            global_batch=batch,
+            strategy=strategy,
         )
         parts = build(order, world, record="")[1]
         before = evaluate(parts, seen, {}, 256).loss
         for number in range(steps):
-            parts.exchange.claim(number, steps)
-            run_step(parts, number)
+            view = parts.exchange.work.next(number, steps)
+            assert view is not None
+            run_step(parts, view)
         found[strategy] = (before, evaluate(parts, seen, {}, 256).loss)
         parts.exchange.close()
     return found

@@ -12,15 +12,23 @@ import torch
 from commands import shoal
 from torch import nn
 
+from shoal import pipeline
 from shoal.errors import ConfigError
-from shoal.testing.parity import Trace, largest_difference, run_order, run_toy, toy_order, toy_parts
+from shoal.testing.parity import (
+    ParityTrace,
+    largest_difference,
+    run_toy,
+    take_step,
+    toy_order,
+    toy_parts,
+    trace_run,
+)
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE, Toy, grouped
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import evaluate
 from shoal.train.loop import Loop
-from shoal.train.step import run_step
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
 from shoal.world.world import World
 
 STACK = TABLE.look_up("stack")
@@ -56,8 +64,8 @@ NORMED = Toy("batch normalisation", Normed, samples=27, global_batch=12, optimiz
 
 def with_changes(
     world: World, toy: Toy, strategies: list[str], changes: dict[str, Any], steps: int
-) -> list[Trace]:
-    return [run_order(world, replace(toy_order(toy, s), **changes), steps) for s in strategies]
+) -> list[ParityTrace]:
+    return [trace_run(world, replace(toy_order(toy, s), **changes), steps) for s in strategies]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -95,9 +103,9 @@ def test_half_precision_stays_near(precision: str) -> None:
             assert math.isclose(a, b, rel_tol=0.05), f"{strategy} in {precision}: {a} and {b}"
 
 
-def all_schedules(world: World) -> dict[str, Trace]:
-    names = ["gpipe", "1f1b", "zerobubble", "interleaved"]
-    return {name: run_toy(world, STACK, f"ddp * pp2({name}, microbatches=3)", 6) for name in names}
+def all_schedules(world: World) -> dict[str, ParityTrace]:
+    strategies = {name: f"ddp * pp2({name}, microbatches=3)" for name in pipeline.TABLE}
+    return {name: run_toy(world, STACK, strategy, 6) for name, strategy in strategies.items()}
 
 
 def test_every_schedule_computes_the_same() -> None:
@@ -112,7 +120,7 @@ def measured(world: World, strategies: list[str]) -> list[tuple[float, float, fl
     for strategy in strategies:
         parts = toy_parts(world, STACK, strategy)
         before = evaluate(parts, STACK.data(), {"hits": hits}, 7)  # type: ignore[arg-type]
-        loss = run_step(parts, 0).loss
+        loss = take_step(parts, 0).loss
         found.append((before.loss, before.metrics["hits"], loss))
     return found
 
@@ -178,7 +186,7 @@ def save_then_load(world: World, folder: str, before: str, after: str) -> list[f
     for strategy, steps in ((before, 3), (after, 5)):
         order = toy_order(STACK, strategy, 1 if "pp2" in strategy else 2)
         _, parts = build(order, world, record="")
-        checkpoints = Checkpoints(parts, strategy, Wishes(Path(folder), every=3))
+        checkpoints = Checkpoints(parts, strategy, CheckpointConfig(Path(folder), every=3))
         loop = Loop(parts, None, checkpoints, None, {"strategy": strategy}, False)
         losses += [report.loss for report in loop.steps(steps, checkpoints.resume())]
     return losses

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.convert import import_checkpoint
+from shoal.checkpoint.convert.import_weights import import_checkpoint
 from shoal.checkpoint.folder import open_folder
 from shoal.checkpoint.load import Reader
 from shoal.checkpoint.verify import verify

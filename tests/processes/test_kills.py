@@ -35,7 +35,8 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 def main(root: Path, kills: int) -> None:
     import torch.distributed  # noqa: F401 before the forks
 
-    from shoal.checkpoint import find, load, save  # noqa: F401
+    from shoal.checkpoint import load, save  # noqa: F401
+    from shoal.checkpoint.copies import find_newest  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     draws = random.Random(1)
@@ -65,8 +66,8 @@ def start(rank: int, store: Path, root: Path, begin: int, tell: int) -> int:
     import torch
     import torch.distributed as dist
 
+    from shoal.checkpoint.copies.keep import Keep, prune
     from shoal.checkpoint.folder import clean
-    from shoal.checkpoint.keep import Keep, prune
     from shoal.checkpoint.save import Facts, Saver
     from shoal.world.world import World
 
@@ -88,8 +89,8 @@ def state_at(step: int, rank: int) -> list[object]:
     """Some that both hold, and some that only one does; every number is the step's."""
     import torch
 
-    from shoal.checkpoint.plan import Holding
-    from shoal.checkpoint.region import Region
+    from shoal.checkpoint.layout.region import Region
+    from shoal.checkpoint.layout.write_plan import Holding
 
     whole = Region.whole((300_000,))
     shared = torch.full((300_000,), float(step))
@@ -126,11 +127,11 @@ def watch(told: int, committed: int, seconds: float) -> int:
 
 
 def check(root: Path, committed: int) -> int:
-    from shoal.checkpoint.find import Local, find_whole
+    from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
     from shoal.checkpoint.load import Reader
     from shoal.world.world import World
 
-    found = find_whole(World.alone(), [Local(World.alone(), root)])
+    found = find_whole(World.alone(), [LocalFolder(World.alone(), root)])
     assert found is not None
     assert found.manifest is not None
     assert found.manifest.step >= committed, (

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-import shoal.server.link as link_file
+import shoal.server.client.connection as link_file
 from shoal.errors import ConfigError
-from shoal.server.coordinator import Coordinator
-from shoal.server.host import Threads
-from shoal.server.keys import JobKeys
-from shoal.server.lending import Lent, own_address, source_of
-from shoal.server.members import Worker
-from shoal.server.message import Kind, Message
+from shoal.server.client.weight_broadcast import Lent, own_address
+from shoal.server.processes import Threads
+from shoal.server.protocol.messages import Message, MessageKind
+from shoal.server.replication.coordinator import Coordinator
+from shoal.server.replication.membership import Worker, source_of
+from shoal.server.transport.keys import JobKeys
 from shoal.testing.hosts import Hosts, make_hosts
-from shoal.testing.parity import run_toy, toy_parts
+from shoal.testing.parity import run_toy, take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.step import run_step
 from shoal.world.launch import Launch
 from shoal.world.world import World
 
@@ -78,7 +77,7 @@ def work(world: World, hosts: Hosts, where: list[int], keys: Path, fault: str) -
         "lender": met.get(link._lender),
         "came": (wire.received_bytes - before) / sum(bucket.nbytes for bucket in exchange.buckets),  # type: ignore[attr-defined]
         "fresh": exchange._fresh,  # type: ignore[attr-defined]
-        "losses": [run_step(parts, number).loss for number in range(2)],
+        "losses": [take_step(parts, number).loss for number in range(2)],
     }
     exchange.close()
     if servers is not None:
@@ -152,7 +151,7 @@ def test_nobody_is_sent_to_one_that_cannot_be_reached() -> None:
 
 
 def test_no_values_yet_then_values_then_none_any_more() -> None:
-    lent, question = Lent(5), Message(Kind.ASK, shard=1, client=7, seq=3, meta=["values", {"of": 5}])
+    lent, question = Lent(5), Message(MessageKind.ASK, shard=1, client=7, seq=3, meta=["values", {"of": 5}])
     assert lent.answer(question, 0.0).meta == [0, {"wait": True, "begun": False}]
     lent.begun = True
     assert lent.answer(question, 0.0).meta == [0, {"wait": True, "begun": True}]
@@ -160,7 +159,7 @@ def test_no_values_yet_then_values_then_none_any_more() -> None:
     lent.add(12, 1, values, 0.0)
     values.zero_()  # training goes on, and what is lent stays
     said = lent.answer(question, 1.0)
-    assert (said.kind, said.client, said.seq, said.meta) == (Kind.REPLY, 7, 3, [0, {"step": 12}])
+    assert (said.kind, said.client, said.seq, said.meta) == (MessageKind.REPLY, 7, 3, [0, {"step": 12}])
     assert said.tensor is not None
     assert said.tensor.tolist() == [0, 1, 2, 3, 4]
     assert lent.answer(replace(question, shard=2), 1.0).meta[1]["wait"], "it may still come"
@@ -187,18 +186,18 @@ def test_a_worker_in_anothers_place_is_not_sent_to_that_one() -> None:
             "terms": None,
             "address": f"tcp://10.0.0.1:{who}",
         }
-        coordinator.on_message(who, Message(Kind.ALIVE, client=who, meta=told), 0.0)
+        coordinator.on_message(who, Message(MessageKind.ALIVE, client=who, meta=told), 0.0)
 
     first, dead, heir = 2**16, 2**16 + 1, 2**16 + 2
     says(dead, 0)
     says(heir, 0)
     says(first, 1)
     sent.clear()
-    coordinator.on_message(first, Message(Kind.ASK, client=first, seq=4, meta=["source", None]), 0.0)
+    coordinator.on_message(first, Message(MessageKind.ASK, client=first, seq=4, meta=["source", None]), 0.0)
     assert [(m.kind, m.seq, m.meta) for m in sent] == [
-        (Kind.REPLY, 4, [0, (heir, f"tcp://10.0.0.1:{heir}", False)])
+        (MessageKind.REPLY, 4, [0, (heir, f"tcp://10.0.0.1:{heir}", False)])
     ]
-    coordinator.on_message(first, Message(Kind.ASK, client=first, seq=5, meta=["values", None]), 0.0)
+    coordinator.on_message(first, Message(MessageKind.ASK, client=first, seq=5, meta=["values", None]), 0.0)
     assert len(sent) == 1, "it has no values"
 
 

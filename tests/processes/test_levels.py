@@ -16,13 +16,13 @@ from warm import Command
 
 from shoal.errors import ConfigError
 from shoal.testing.hosts import Hosts, make_hosts
-from shoal.testing.parity import Trace, largest_difference, run_toy
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy
 from shoal.testing.spawn import spawn, warm
 from shoal.testing.toys import Toy
-from shoal.world import reach
 from shoal.world.launch import Launch
-from shoal.world.levels import BORDER, CHUNK
 from shoal.world.mesh import Mesh
+from shoal.world.two_level import groups as reach
+from shoal.world.two_level.hierarchical import BORDER, CHUNK
 from shoal.world.world import Handle, World
 
 HOSTS = {
@@ -155,12 +155,12 @@ def test_odd_tensors() -> None:
 
 def worlds_of_a_world(world: World) -> list[Any]:
     """Smaller worlds, and two worlds of one group, find levels of their own or share them."""
-    again, apart = world.within(world.group), world.apart()  # type: ignore[arg-type]
+    again, other = world.within(world.group), world.new_group()  # type: ignore[arg-type]
     four = world.cut([[0, 1, 2, 3], [4, 5]])
     ones = [torch.ones(BORDER) for _ in range(4)]
-    for handle in [w.all_reduce(t) for w, t in zip((world, apart, four, again), ones, strict=True)]:
+    for handle in [w.all_reduce(t) for w, t in zip((world, other, four, again), ones, strict=True)]:
         handle.wait()
-    kinds = [again.levels is world.levels, apart.levels is world.levels, four.levels is None, four.size]
+    kinds = [again.levels is world.levels, other.levels is world.levels, four.levels is None, four.size]
     return [*kinds, *(int(one[0]) for one in ones)]
 
 
@@ -220,7 +220,7 @@ def wide() -> nn.Module:
 WIDE = Toy("large enough for two levels", wide, clip=0.5)
 
 
-def train(world: World, strategy: str) -> tuple[Trace, int]:
+def train(world: World, strategy: str) -> tuple[ParityTrace, int]:
     trace = run_toy(world, WIDE, strategy, steps=6)
     return trace, world.traffic.bytes_between_hosts
 

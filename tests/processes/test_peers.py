@@ -11,11 +11,11 @@ import pytest
 import torch
 from commands import losses, python, shoal, write
 
-from shoal.checkpoint.find import Local, find_whole
+from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
+from shoal.checkpoint.copies.peers import MEMORY, Peers
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.write_plan import Holding
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.peers import MEMORY, Peers
-from shoal.checkpoint.plan import Holding
-from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import Facts, Saver
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
@@ -44,7 +44,7 @@ def lose_a_host(world: World, folder: str, lost: str) -> tuple[int, bool, list[s
         shutil.rmtree(peers._root)
     world.barrier()
     again = Peers(world, root, memory)
-    found = find_whole(world, [Local(world, root), again])
+    found = find_whole(world, [LocalFolder(world, root), again])
     assert found is not None
     assert found.manifest is not None
     right = torch.equal(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import Done, finish, fresh, losses, shoal, start, write
 
-from shoal.cluster import scout as ahead
+from shoal.cluster import dry_run as ahead
 from shoal.cluster.local import Job
 
 MARK = """

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shoal.exchange.ps import Ps
-from shoal.testing.parity import run_toy, toy_order, toy_parts
+from shoal.testing.parity import run_toy, take_step, toy_order, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -29,10 +29,10 @@ def claims(world: World, strategy: str, slow: int) -> tuple[list[tuple[int, int,
     assert isinstance(exchange, Ps)
     seen, report = [], None
     try:
-        while (number := exchange.claim(0, STEPS)) is not None:
-            seen.append((number, exchange._turn.part, exchange._work.floor))
+        while (view := exchange.work.next(0, STEPS)) is not None:
+            seen.append((view.step, exchange._claim.part, exchange._work.floor))
             time.sleep(0.05 if world.rank == slow else 0.0)
-            report = run_step(parts, number)
+            report = run_step(parts, view)
         world.barrier()
         status = exchange.status()
     finally:
@@ -40,15 +40,17 @@ def claims(world: World, strategy: str, slow: int) -> tuple[list[tuple[int, int,
     return seen, status["staleness"], report.loss if report is not None else float("nan")
 
 
-@pytest.mark.parametrize(("strategy", "window"), [("ps(ssp=2)", 2), ("ps(ssp=0)", 0), ("ps(asp)", STEPS)])
-def test_nobody_is_further_ahead_than_the_clock_allows(strategy: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "bound"), [("ps(ssp=2)", 2), ("ps(ssp=0)", 0), ("ps(asp)", STEPS), ("ps(dssp(1, 3))", 3)]
+)
+def test_nobody_is_further_ahead_than_the_clock_allows(strategy: str, bound: int) -> None:
     found = spawn(claims, 3, strategy, 1)
     everything = sorted((step, part) for seen, _, _ in found for step, part, _ in seen if part >= 0)
     assert everything == [(step, part) for step in range(STEPS) for part in range(3)], "each part once"
-    assert max(step - oldest for seen, _, _ in found for step, _, oldest in seen) <= window
+    assert max(step - oldest for seen, _, _ in found for step, _, oldest in seen) <= bound
     staleness = dict(map(tuple, found[0][1]))
     assert sum(staleness.values()) == STEPS * 3
-    if window:
+    if bound:
         assert max(staleness) > 0, "nobody was ever ahead, though one was slow"
         most = max(len(found[0][0]), len(found[2][0]))
         assert len(found[1][0]) < most, "the slow worker should get fewer parts"
@@ -76,7 +78,7 @@ def losses(world: World, strategy: str, bad: int, steps: int) -> tuple[float, fl
 
     parts = build(dataclasses.replace(order, loss=loss, clip=None), world, record="")[1]
     try:
-        found = [run_step(parts, number).loss for number in range(steps)]
+        found = [take_step(parts, number).loss for number in range(steps)]
     finally:
         parts.exchange.close()
     return found[0], found[-1]
@@ -98,10 +100,10 @@ def with_backup(world: World) -> tuple[list[int], list[float]]:
     assert isinstance(exchange, Ps)
     counted, found = [], []
     try:
-        while (number := exchange.claim(0, STEPS)) is not None:
+        while (view := exchange.work.next(0, STEPS)) is not None:
             time.sleep(0.15 if world.rank == 2 else 0.0)
-            found.append(run_step(parts, number).loss)
-            counted.append(len(exchange._turn.tally.get("parts", ())))
+            found.append(run_step(parts, view).loss)
+            counted.append(len(exchange._claim.tally.get("parts", ())))
         world.barrier()
     finally:
         exchange.close()
@@ -116,17 +118,17 @@ def test_backup_workers_are_not_waited_for() -> None:
 def train_and_save(world: World, strategy: str, folder: str, steps: int) -> tuple[int, list[float], Any, Any]:
     """Up to so many steps, going on from a checkpoint if there is one; saves at the end."""
     parts = toy_parts(world, TOYS["accumulated"], strategy)
-    checkpoints = Checkpoints(parts, strategy, Wishes.of(folder, 100, 3, ""))
+    checkpoints = Checkpoints(parts, strategy, CheckpointConfig.of(folder, 100, 3, ""))
     try:
         progress = checkpoints.resume() if parts.exchange.begins else None
         begun = 0 if progress is None else progress.step
-        parts.exchange.start(begun, parts.memo())
+        parts.exchange.start(begun, parts.join_state())
         found = []
-        while (number := parts.exchange.claim(begun, steps)) is not None:
-            found.append(run_step(parts, number).loss)
+        while (view := parts.exchange.work.next(begun, steps)) is not None:
+            found.append(run_step(parts, view).loss)
             if progress is not None:
-                progress.step = number + 1
-            if number + 1 == steps:
+                progress.step = view.step + 1
+            if view.step + 1 == steps:
                 break
         if world.rank == 0:
             assert progress is not None

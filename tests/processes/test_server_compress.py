@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal.exchange.ps import Ps
-from shoal.testing.parity import largest_difference, run_toy, toy_parts
+from shoal.testing.parity import largest_difference, run_toy, take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.build import build
-from shoal.train.order import Order
+from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
 from shoal.world.world import World
 
@@ -28,8 +28,8 @@ def train(world: World, strategy: str) -> tuple[float, float, float]:
     assert isinstance(exchange, Ps)
     losses, sent = [], 0
     try:
-        while (number := exchange.claim(0, STEPS)) is not None:
-            report = run_step(parts, number)
+        while (view := exchange.work.next(0, STEPS)) is not None:
+            report = run_step(parts, view)
             losses.append(report.loss)
             sent += report.bytes_sent
         world.barrier()
@@ -79,7 +79,7 @@ def sent(world: World, strategy: str) -> tuple[int, int]:
     exchange = parts.exchange
     assert isinstance(exchange, Ps)
     try:
-        found = min([run_step(parts, number).bytes_sent for number in range(6)][1:])
+        found = min([take_step(parts, number).bytes_sent for number in range(6)][1:])
         return found, sum(bucket.nbytes for bucket in exchange.buckets)
     finally:
         exchange.close()
@@ -99,7 +99,7 @@ def test_nothing_of_a_dropped_step_is_sent_later() -> None:
     exchange = parts.exchange
     assert isinstance(exchange, Ps)
     try:
-        run_step(parts, 0)
+        take_step(parts, 0)
         kept = [coded._feedback.residual for coded in exchange._outgoing._encodings.values()]  # type: ignore[union-attr]
         assert any(torch.any(residual != 0) for residual in kept)
         before = [residual.clone() for residual in kept]
@@ -133,7 +133,7 @@ def total(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 def go_straight(world: World, steps: int = 64) -> float:
     """By how much, squared, the way of some steps is off where every sample says the same."""
     same = torch.randn(4096, generator=torch.Generator().manual_seed(2))
-    order = Order(
+    order = RunConfig(
         model=Straight,
         loss=total,
         optimizer=plain_sgd,
@@ -145,7 +145,7 @@ def go_straight(world: World, steps: int = 64) -> float:
     parts = build(order, world, record="")[1]
     try:
         for number in range(steps):
-            run_step(parts, number)
+            take_step(parts, number)
         return float((parts.whole.parameters()["way"] + steps * same).square().mean())
     finally:
         parts.exchange.close()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from shoal.exchange.ps import Ps
-from shoal.server.client import Client, Request
-from shoal.server.host import Threads, serve
-from shoal.server.keys import JobKeys
-from shoal.server.post import new_id
-from shoal.testing.parity import Trace, largest_difference, run_toy, toy_parts
+from shoal.server.client.requests import Client, Request
+from shoal.server.processes import Threads, serve
+from shoal.server.transport.keys import JobKeys
+from shoal.server.transport.shm_transport import new_id
+from shoal.testing.parity import ParityTrace, largest_difference, run_toy, take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.step import forward, run_step
+from shoal.train.passes import forward
 from shoal.world.world import World
 
 STEPS = 6
@@ -45,7 +45,9 @@ def elsewhere(tmp_path: Path) -> Iterator[str]:
         thread.join(5.0)
 
 
-def train(world: World, toy: str, strategy: str, precision: str, deterministic: bool) -> tuple[Trace, bool]:
+def train(
+    world: World, toy: str, strategy: str, precision: str, deterministic: bool
+) -> tuple[ParityTrace, bool]:
     """What it came to, and whether values came while the model ran. Looks at the model between steps."""
     parts = toy_parts(world, TOYS[toy], strategy, precision=precision, deterministic=deterministic)
     exchange = parts.exchange
@@ -53,7 +55,7 @@ def train(world: World, toy: str, strategy: str, precision: str, deterministic: 
     try:
         losses = []
         for number in range(STEPS):
-            losses.append(run_step(parts, number).loss)
+            losses.append(take_step(parts, number).loss)
             if number == 2:
                 taken = {name: value.clone() for name, value in parts.model.state_dict().items()}
                 for name, value in exchange.parameters().items():
@@ -67,7 +69,7 @@ def train(world: World, toy: str, strategy: str, precision: str, deterministic: 
                 moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
                 assert moved, "values came before they were needed"
                 assert all(torch.equal(p, after[name]) for name, p in exchange.trained.items())
-        return Trace(losses, parts.whole.parameters()), exchange._served.ahead
+        return ParityTrace(losses, parts.whole.parameters()), exchange._transfer.ahead
     finally:
         exchange.close()
 
@@ -104,7 +106,7 @@ def test_questions_say_how_much_they_expect(monkeypatch: pytest.MonkeyPatch) -> 
     exchange = parts.exchange
     assert isinstance(exchange, Ps)
     try:
-        run_step(parts, 0)
+        take_step(parts, 0)
         exchange.optimizer_state()
     finally:
         exchange.close()

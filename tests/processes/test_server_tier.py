@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.server.host import Threads
-from shoal.server.keys import JobKeys
-from shoal.testing.parity import largest_difference, run_toy, toy_parts
+from shoal.server.processes import Threads
+from shoal.server.transport.keys import JobKeys
+from shoal.testing.parity import largest_difference, run_toy, take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.step import run_step
 from shoal.world.world import World
 
 HOSTS = ["a", "a", "b", "b"]
@@ -45,7 +44,7 @@ def sent(world: World, strategy: str) -> tuple[int, int, bool]:
     """
     parts = toy_parts(world, TOYS["stack"], strategy)
     try:
-        bytes_sent = min([run_step(parts, number).bytes_sent for number in range(5)][1:])
+        bytes_sent = min([take_step(parts, number).bytes_sent for number in range(5)][1:])
         first = next(iter(parts.exchange.trained.values()))  # type: ignore[attr-defined]
         world.barrier()
         if world.rank % 2 == 0:

@@ -24,8 +24,8 @@ from torch.distributed import ReduceOp
 from shoal.errors import PeerLost
 from shoal.testing.spawn import warm
 from shoal.world.gloo import ScatteredSum
-from shoal.world.memory import SharedMemoryUnavailable, SharedRegion
-from shoal.world.shm import SharedMemoryGroup, register_backend
+from shoal.world.shm.backend import SharedMemoryGroup, register_backend
+from shoal.world.shm.memory import SharedMemoryUnavailable, SharedRegion
 
 _CONTEXT = warm()
 

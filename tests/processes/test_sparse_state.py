@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.checkpoint import pieces
+from shoal.checkpoint import large_tensors as pieces
 from shoal.checkpoint.diff import compare
-from shoal.checkpoint.folder import Found, open_folder
+from shoal.checkpoint.folder import CheckpointEntry, open_folder
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
-from shoal.exchange import tables
+from shoal.exchange.embeddings import embedding_tables as tables
 
 ROWS = 300
 
@@ -64,13 +64,13 @@ def make_run(strategy: str, checkpoint: Path, **changes: Any) -> shoal.Run:
     return shoal.Run(**{**fields, **changes})
 
 
-def train(strategy: str, checkpoint: Path, steps: int, **changes: Any) -> Found:
+def train(strategy: str, checkpoint: Path, steps: int, **changes: Any) -> CheckpointEntry:
     """Train up to so many steps, save, and end."""
     run = make_run(strategy, checkpoint, **changes)
     for _ in run.steps(steps):
         pass
     run.save(f"step-{steps}")
-    run._parts.exchange.close()
+    run._context.exchange.close()
     found = open_folder(checkpoint / f"step-{steps}")
     assert list(verify(found)) == []
     return found
@@ -115,7 +115,7 @@ def test_asynchronous_saves_hold_one_moment(tmp_path: Path) -> None:
     run = make_run("ps", tmp_path / "often", **changes)
     for _ in run.steps(6):
         pass
-    run._parts.exchange.close()
+    run._context.exchange.close()
     for step in (2, 4):
         wanted = train("ps", tmp_path / f"until-{step}", step)
         assert list(compare(wanted, open_folder(tmp_path / "often" / f"step-{step}"))) == []
@@ -126,7 +126,7 @@ def test_another_type_is_converted_and_another_shape_refused(tmp_path: Path) -> 
     for strategy in ("solo", "ps"):
         run = make_run(strategy, tmp_path, precision="fp64")
         assert next(run.steps(3)).number == 3
-        run._parts.exchange.close()
+        run._context.exchange.close()
     with pytest.raises(ConfigError, match=r"'head\.weight' is"):
         make_run("solo", tmp_path, model=lambda: Words(3))
 

@@ -24,11 +24,11 @@ from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import Odd, Unused, adamw, grouped
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
 from shoal.train.evaluate import evaluate
 from shoal.train.loop import Loop
-from shoal.train.order import Order
-from shoal.train.progress import Progress
+from shoal.train.run_config import RunConfig
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
 from shoal.types import Evaluation, StepReport
 from shoal.world.world import World
 
@@ -162,7 +162,7 @@ class Found:
 
 
 def train(world: World, case: Case, strategy: str, accumulate: int = 1, steps: int = STEPS) -> Found:
-    order = Order(
+    order = RunConfig(
         model=case.model,
         loss=case.loss,
         optimizer=case.optimizer,
@@ -181,7 +181,7 @@ def train(world: World, case: Case, strategy: str, accumulate: int = 1, steps: i
         deterministic=False,
     )
     plan, parts = build(order, world, record="")
-    checkpoints = Checkpoints(parts, str(plan), Wishes())
+    checkpoints = Checkpoints(parts, str(plan), CheckpointConfig())
     loop = Loop(parts, case.schedule, checkpoints, None, {"strategy": str(plan)}, False)
     reports, changed = [], []
     before = parts.whole.parameters()

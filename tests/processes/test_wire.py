@@ -23,19 +23,19 @@ import torch
 import zmq
 
 from shoal.errors import ConfigError
-from shoal.server.frame import encode
-from shoal.server.keys import JobKeys
-from shoal.server.message import Kind, Message, Where
-from shoal.server.slabs import Opened, Slab
-from shoal.server.wire import Wire
-from shoal.world.memory import SEALS, SharedMemoryUnavailable
+from shoal.server.protocol.messages import Message, MessageKind, Where
+from shoal.server.transport.frames import encode
+from shoal.server.transport.keys import JobKeys
+from shoal.server.transport.slabs import Opened, Slab
+from shoal.server.transport.sockets import Wire
+from shoal.world.shm.memory import SEALS, SharedMemoryUnavailable
 
 SERVER, WORKER = 1, 256
 """The second one's first byte is zero, which zmq keeps for itself."""
 
 
 def hello(number: int = 0) -> Message:
-    return Message(Kind.ALIVE, seq=number, meta={"text": "here I am"})
+    return Message(MessageKind.ALIVE, seq=number, meta={"text": "here I am"})
 
 
 def gather(
@@ -74,9 +74,9 @@ def exchange_once(server: Wire, worker: Wire) -> None:
     assert worker.send(SERVER, hello(5))
     ((_, sender, message),) = gather([server], bool)
     assert (sender, message.seq, message.meta) == (worker.me, 5, {"text": "here I am"})
-    assert server.send(worker.me, Message(Kind.REPLY, seq=5))
+    assert server.send(worker.me, Message(MessageKind.REPLY, seq=5))
     ((_, sender, message),) = gather([worker], bool)
-    assert (sender, message.kind, message.seq) == (SERVER, Kind.REPLY, 5)
+    assert (sender, message.kind, message.seq) == (SERVER, MessageKind.REPLY, 5)
 
 
 def test_the_right_keys_open_the_door(server: Wire, keys: JobKeys) -> None:
@@ -133,7 +133,7 @@ def test_traffic_is_encrypted(keys: JobKeys) -> None:
     ):
         worker.connect(SERVER, address)
         payload = torch.full((1000,), 7, dtype=torch.uint8)
-        worker.send(SERVER, Message(Kind.CALL, meta={"secret": "swordfish"}, tensor=payload))
+        worker.send(SERVER, Message(MessageKind.CALL, meta={"secret": "swordfish"}, tensor=payload))
         gather([server], bool)
     assert len(seen) > 1000
     assert b"CURVE" in seen
@@ -178,8 +178,8 @@ def test_64_megabytes_each_way(secret: bool) -> None:
     with Wire(1, keys) as one, Wire(2, keys) as two:
         one.connect(2, two.address)
         two.connect(1, one.address)
-        assert one.send(2, Message(Kind.CALL, tensor=there))
-        assert two.send(1, Message(Kind.CALL, tensor=back))
+        assert one.send(2, Message(MessageKind.CALL, tensor=there))
+        assert two.send(1, Message(MessageKind.CALL, tensor=back))
         got = {receiver: (sender, message) for receiver, sender, message in gather([one, two], both, 60)}
         assert got[1][0] == 2
         assert got[2][0] == 1
@@ -287,9 +287,11 @@ def test_messages_wait_for_a_peer_that_starts_later(keys: JobKeys) -> None:
 def test_the_last_word_is_heard_if_one_lingers(server: Wire, keys: JobKeys) -> None:
     worker = Wire(WORKER, keys, None)
     exchange_once(server, worker)
-    worker.send(SERVER, Message(Kind.BYE, tensor=torch.zeros(16 << 20)))  # too large to have left already
+    worker.send(
+        SERVER, Message(MessageKind.BYE, tensor=torch.zeros(16 << 20))
+    )  # too large to have left already
     worker.close(linger=20)
-    assert gather([server], bool)[0][2].kind == Kind.BYE
+    assert gather([server], bool)[0][2].kind == MessageKind.BYE
 
 
 def test_a_killed_process_is_survived(keys: JobKeys, tmp_path: Path) -> None:
@@ -297,11 +299,11 @@ def test_a_killed_process_is_survived(keys: JobKeys, tmp_path: Path) -> None:
     keys.write(tmp_path / "keys")
     code = (
         "import sys; from pathlib import Path; import torch\n"
-        "from shoal.server.keys import JobKeys; from shoal.server.wire import Wire\n"
-        "from shoal.server.message import Kind, Message\n"
+        "from shoal.server.transport.keys import JobKeys; from shoal.server.transport.sockets import Wire\n"
+        "from shoal.server.protocol.messages import Message, MessageKind\n"
         "wire = Wire(2, JobKeys.read(Path(sys.argv[1])), None); wire.connect(1, sys.argv[2])\n"
-        "wire.send(1, Message(Kind.ALIVE)); wire.receive(60)\n"
-        "wire.send(1, Message(Kind.CALL, tensor=torch.zeros(1 << 27))); wire.receive(60)\n"
+        "wire.send(1, Message(MessageKind.ALIVE)); wire.receive(60)\n"
+        "wire.send(1, Message(MessageKind.CALL, tensor=torch.zeros(1 << 27))); wire.receive(60)\n"
     )
     with Wire(SERVER, keys) as server:
         command = [sys.executable, "-c", code, str(tmp_path / "keys"), server.address]
@@ -387,9 +389,9 @@ def test_a_tensor_that_changes_on_its_way_is_dropped() -> None:
     with Wire(SERVER, None, "inproc://changes") as server, Wire(WORKER, None, None) as worker:
         worker.connect(SERVER, server.address)
         tensor = torch.zeros(100_000)
-        worker.send(SERVER, Message(Kind.CALL, tensor=tensor))
+        worker.send(SERVER, Message(MessageKind.CALL, tensor=tensor))
         tensor[5] = 1
-        worker.send(SERVER, Message(Kind.CALL, tensor=tensor))
+        worker.send(SERVER, Message(MessageKind.CALL, tensor=tensor))
         ((_, _, message),) = gather([server], bool)
         assert server.refused == 1
         assert message.tensor is not None
@@ -522,7 +524,7 @@ def test_no_memory_is_said() -> None:
 
 def test_the_slabs_of_a_process_that_ended_are_let_go() -> None:
     code = (
-        "import torch; from shoal.server.slabs import Slab\n"
+        "import torch; from shoal.server.transport.slabs import Slab\n"
         "slab = Slab(64 << 20); numbers = slab.tensor(torch.float32, 4096, 100); numbers.fill_(3)\n"
         "where = slab.where(torch.float32, 4096, 100)\n"
         "print(where.path, flush=True); input(); print(numbers[7].item(), flush=True); input()\n"

@@ -23,7 +23,7 @@ from shoal.data.sharing import Sharing
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.pipeline.choose import choose
-from shoal.world.room import free_memory
+from shoal.world.free_memory import free_memory
 
 INF = math.inf
 Speeds = Callable[[int], tuple[float, ...]]

@@ -1,7 +1,8 @@
-"""`shoal bench network`, the parts without processes."""
+"""`scripts/bench network`, the parts without processes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.bench import contest
-from shoal.bench.contest import Settings, hold_contest, steps_in_turn
-from shoal.bench.contestants import BASELINE, Contestant, contestants
-from shoal.bench.pair import HostFailed
-from shoal.bench.plot import save_png
-from shoal.bench.rates import parse_rate, show_rate
-from shoal.bench.result import AtRate, Lap, Learned, Result, Timed, read_result
-from shoal.bench.table import show
-from shoal.bench.text import CONTEXT, Reader, kept_text, size_for, training_text
-from shoal.cli.bench import split_names
+from benchmarks.network import contest
+from benchmarks.network.contest import Settings, hold_contest, steps_in_turn
+from benchmarks.network.contestants import BASELINE, Contestant, contestants
+from benchmarks.network.measured import AtRate, Lap, Learned, Measured, Timed, measured_from
+from benchmarks.network.network import goals_of, sections, split_names
+from benchmarks.network.pair import HostFailed
+from benchmarks.report.draw import markdown, show
+from benchmarks.report.picture import save_png
+from benchmarks.workload.rates import parse_rate, show_rate
+from benchmarks.workload.text import CONTEXT, Reader, kept_text, size_for, training_text
 from shoal.errors import ConfigError, ShoalError
 from shoal.testing.hosts import Hosts, make_hosts
 
@@ -126,7 +127,7 @@ class Told:
         return ("shoal: hello",)
 
 
-def contest_of(names: list[str], broken: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Result:
+def contest_of(names: list[str], broken: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Measured:
     @contextmanager
     def start(_: Hosts) -> Iterator[Told]:
         yield Told(broken)
@@ -164,7 +165,7 @@ def test_too_little_memory_is_said_before_anything_starts() -> None:
         hold_contest(Still(("a", "b"), "switch"), contestants(["ddp"]), huge, lambda _: None)
 
 
-def made_up() -> Result:
+def made_up() -> Measured:
     def timed(*seconds: float, period: int = 1) -> Timed:
         return Timed(period, tuple(Lap(2, 2 * value, 2e6) for value in seconds))
 
@@ -177,7 +178,7 @@ def made_up() -> Result:
     learned = {name: Learned(tuple(4.0 - i / 50 for i in range(100)), 2.0) for name in at.timed}
     learned["ddp"] = Learned(learned["ddp"].losses, 2.02)
     settings = {"timed_parameters": 1, "timed_batch": 1, "learning_parameters": 1, "steps": 100, "rounds": 3}
-    return Result(settings, (at,), learned, {"zero1": "it [broke]"})
+    return Measured(settings, (at,), learned, {"zero1": "it [broke]"})
 
 
 def test_what_follows_from_the_measurements() -> None:
@@ -191,15 +192,23 @@ def test_what_follows_from_the_measurements() -> None:
     assert result.gap("ddp") == pytest.approx(0.01)
 
 
-def test_a_result_is_written_and_read(tmp_path: Path) -> None:
-    made_up().write(tmp_path / "network.json")
-    assert read_result(tmp_path / "network.json") == made_up()
+def test_a_result_is_plain_values_and_back() -> None:
+    assert measured_from(json.loads(json.dumps(made_up().to_json()))) == made_up()
+
+
+def test_goals_are_those_whose_contestants_were_there() -> None:
+    (goal,) = goals_of(made_up(), None)
+    assert (goal.found, goal.met) == (1.25, False), "ddp is faster, and too far above torch DDP's loss"
+    auto = made_up().rates[0].timed["ddp"]
+    at = AtRate(10**8, 9.5e7, {**made_up().rates[0].timed, "ddp + auto": auto})
+    assert [g.found for g in goals_of(Measured(made_up().settings, (at,), {}), None)] == [1.0]
 
 
 def test_a_result_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    show(made_up(), Console(width=120))
+    for section in sections(made_up()):
+        show(section, Console(width=140))
     out = capsys.readouterr().out
     for words in (
         "100 Mb/s",
@@ -212,8 +221,10 @@ def test_a_result_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "smaller model",
     ):
         assert words in out
+    assert "| local(6) | 4.00 s | 1.25 × | 1.000 |" in markdown(sections(made_up()))
     pytest.importorskip("matplotlib")
-    for name, result in (("all", made_up()), ("bars", Result(made_up().settings, made_up().rates, {}))):
+    bars = Measured(made_up().settings, made_up().rates, {})
+    for name, result in (("all", made_up()), ("bars", bars)):
         save_png(result, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert show_rate(10**9) == "1 Gb/s"

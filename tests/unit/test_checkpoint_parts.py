@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from shoal.checkpoint.find import Local, find_whole
+from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
 from shoal.checkpoint.folder import LATEST, look, open_folder
+from shoal.checkpoint.layout.manifest import FILE, Manifest
+from shoal.checkpoint.layout.region import Region, covers
+from shoal.checkpoint.layout.write_plan import Holding, assign
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.manifest import FILE, Manifest
-from shoal.checkpoint.plan import Holding, assign
-from shoal.checkpoint.region import Region, covers
 from shoal.checkpoint.save import Facts, Saver, State
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
@@ -191,7 +191,7 @@ def test_files_that_are_not_what_was_written(tmp_path: Path, how: str) -> None:
     problems = list(verify(open_folder(tmp_path / "step-2")))
     assert problems
     assert "rank-0000.safetensors" in problems[0]
-    found = find_whole(World.alone(), [Local(World.alone(), tmp_path)])
+    found = find_whole(World.alone(), [LocalFolder(World.alone(), tmp_path)])
     assert found is not None
     assert found.name == "step-1"
 
@@ -221,7 +221,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_is_checked_before_it_is_believed(tmp_path: Path, change: object, words: str) -> None:
-    from shoal.checkpoint.manifest import seal, unseal
+    from shoal.checkpoint.layout.manifest import seal, unseal
 
     small(tmp_path, 1)
     body = unseal((tmp_path / "step-1" / FILE).read_bytes())
@@ -232,9 +232,9 @@ def test_a_manifest_is_checked_before_it_is_believed(tmp_path: Path, change: obj
 
 def test_nothing_whole_is_an_error_and_nothing_at_all_is_a_beginning(tmp_path: Path) -> None:
     world = World.alone()
-    assert find_whole(world, [Local(world, tmp_path / "nowhere")]) is None
+    assert find_whole(world, [LocalFolder(world, tmp_path / "nowhere")]) is None
     small(tmp_path)
     for step in (1, 2):
         (tmp_path / f"step-{step}" / FILE).write_text("{}")
     with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* is whole .*its own checksum"):
-        find_whole(world, [Local(world, tmp_path)])
+        find_whole(world, [LocalFolder(world, tmp_path)])

@@ -19,8 +19,8 @@ from torch import nn
 
 from shoal.checkpoint.diff import difference
 from shoal.checkpoint.folder import look, point_to
-from shoal.checkpoint.plan import Holding
-from shoal.checkpoint.region import Region
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.write_plan import Holding
 from shoal.checkpoint.save import Facts, Saver
 from shoal.cli import main as cli
 from shoal.world.world import World

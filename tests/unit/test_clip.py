@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.train.clip import ByNorm, ByValue, make_clip
+from shoal.train.technique.clip import ByNorm, ByValue, make_clip
 
 
 def test_what_clip_may_be() -> None:

@@ -13,14 +13,14 @@ from torch import nn, optim
 from shoal.compress import TABLE, make_compressor
 from shoal.compress.base import Layout
 from shoal.config import parse_call
-from shoal.exchange.encoding import Encoding
-from shoal.exchange.shards import cut_shards
-from shoal.server.coded import describe_code, turn_of
-from shoal.server.dense import Dense
-from shoal.server.description import describe
-from shoal.server.frame import CODED, decode, encode
-from shoal.server.machine import Operation, Refused
-from shoal.server.message import Kind, Message
+from shoal.exchange.ps_worker.bucket_shards import cut_shards
+from shoal.exchange.ps_worker.push import Encoding
+from shoal.server.dense.dense_machine import Dense
+from shoal.server.protocol.encoded_gradient import describe_code, turn_of
+from shoal.server.protocol.messages import Message, MessageKind
+from shoal.server.protocol.optimizer_description import describe
+from shoal.server.protocol.state_machine import Operation, Refused
+from shoal.server.transport.frames import CODED, decode, encode
 from shoal.world.buckets import gaps_of, lay_out
 
 SIZE = 600
@@ -126,9 +126,11 @@ def test_what_cannot_be_decoded_is_refused() -> None:
 
 
 def test_a_frame_says_that_it_is_coded() -> None:
-    message = Message(Kind.CALL, meta=["stage", {}], tensor=torch.zeros(3, dtype=torch.uint8), codec=CODED)
+    message = Message(
+        MessageKind.CALL, meta=["stage", {}], tensor=torch.zeros(3, dtype=torch.uint8), codec=CODED
+    )
     assert decode(encode(message)).codec == CODED
-    assert decode(encode(Message(Kind.CALL, tensor=torch.zeros(3)))).codec == 0
+    assert decode(encode(Message(MessageKind.CALL, tensor=torch.zeros(3)))).codec == 0
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not TABLE[name].tried])

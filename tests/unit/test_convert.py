@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn, optim
 
 from shoal import Run
-from shoal.checkpoint import pickled, torchfile
-from shoal.checkpoint.convert import Imported, import_checkpoint
+from shoal.checkpoint.convert import pickled, torchfile
+from shoal.checkpoint.convert.import_weights import Imported, import_checkpoint
 from shoal.checkpoint.folder import latest, look, open_folder
+from shoal.checkpoint.layout.tensor_stream import Leaf, write_stream
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.stream import Leaf, write_stream
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 

@@ -17,11 +17,11 @@ from torch import nn, optim
 
 from shoal.aggregate import make_aggregate
 from shoal.optimizer import FUSED
-from shoal.server.dense import Dense
-from shoal.server.description import describe
-from shoal.server.machine import Answer, Operation, Refused
-from shoal.server.slabs import Opened
-from shoal.world.memory import SharedMemoryUnavailable
+from shoal.server.dense.dense_machine import Dense
+from shoal.server.protocol.optimizer_description import describe
+from shoal.server.protocol.state_machine import Answer, Operation, Refused
+from shoal.server.transport.slabs import Opened
+from shoal.world.shm.memory import SharedMemoryUnavailable
 
 SIZE = 23
 PIECES = [[0, 7, 0], [7, 9, 1], [16, 5, 0]]
@@ -353,7 +353,7 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(nbytes: int) -> Any:
         raise SharedMemoryUnavailable(f"{nbytes} bytes")
 
-    monkeypatch.setattr("shoal.server.values.Slab", none)
+    monkeypatch.setattr("shoal.server.dense.shard_values.Slab", none)
     made, reference = machine(), Reference("adamw")
     stage(made, 0, 0, numbers(1))
     assert act(made, 0, [0])["version"] == 4

@@ -11,9 +11,9 @@ from torch import nn, optim
 
 from shoal.errors import ConfigError
 from shoal.optimizer import ELEMENTWISE, move_optimizer
-from shoal.server.description import KINDS, describe, optimizer_from, settings_of
-from shoal.server.machine import Refused
-from shoal.server.trained import Piece, Trained
+from shoal.server.dense.trained_vector import Trained, VectorPiece
+from shoal.server.protocol.optimizer_description import KINDS, describe, optimizer_from, settings_of
+from shoal.server.protocol.state_machine import Refused
 
 SPECIAL: dict[type[optim.Optimizer], dict[str, Any]] = {
     optim.SGD: {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -106,7 +106,7 @@ def test_servers_check_what_comes(change: dict[str, Any], sentence: str) -> None
 def test_what_is_meant_for_cards_runs_on_servers(kind: type[optim.Optimizer]) -> None:
     """torch refuses `capturable` on a CPU in mid-step, and a worker on a card may well ask for it."""
     optimizer: Any = kind([nn.Parameter(torch.zeros(3))], lr=0.1, capturable=True)  # type: ignore[call-arg]
-    trained = Trained(torch.zeros(3), [Piece(0, 3, 0)], describe(optimizer))
+    trained = Trained(torch.zeros(3), [VectorPiece(0, 3, 0)], describe(optimizer))
     trained.check(settings_of(optimizer))
     trained.set(settings_of(optimizer))
     trained.step(torch.ones(3), None, 1.0, None, 1.0)

@@ -24,10 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.server import frame
-from shoal.server.frame import HEAD, MAGIC, SUM, BadFrame, checksum, decode, encode
-from shoal.server.keys import JobKeys
-from shoal.server.message import Kind, Message, Where
+from shoal.server.protocol.messages import Message, MessageKind, Where
+from shoal.server.transport import frames as frame
+from shoal.server.transport.frames import HEAD, MAGIC, SUM, BadFrame, checksum, decode, encode
+from shoal.server.transport.keys import JobKeys
 
 DTYPES = list(frame.DTYPES.values())
 FIELDS = ("kind", "epoch", "shard", "client", "seq", "place", "clock")
@@ -57,7 +57,7 @@ TENSORS = st.builds(
 )
 MESSAGES = st.builds(
     Message,
-    kind=st.sampled_from(list(Kind)),
+    kind=st.sampled_from(list(MessageKind)),
     epoch=U64,
     shard=st.integers(0, 2**32 - 1),
     client=U64,
@@ -73,7 +73,7 @@ def example(elements: int = 3, dtype: torch.dtype = torch.float32) -> Message:
     """A message of every field."""
     meta = {"args": [1, 2.5, "text", None, True], "pieces": [[0, 5, 0], [5, 7, 1]]}
     tensor = torch.arange(elements).to(dtype)
-    return Message(Kind.CALL, 3, 1, 7, 11, 13, -1, meta, tensor)
+    return Message(MessageKind.CALL, 3, 1, 7, 11, 13, -1, meta, tensor)
 
 
 def signed(head: bytes, meta: bytes, payload: bytes | None = None) -> list[bytes]:
@@ -121,7 +121,7 @@ def test_what_is_sent_arrives(message: Message) -> None:
 @given(PLACES, PLAIN)
 @settings(max_examples=100, deadline=None)
 def test_a_place_travels_instead_of_its_bytes(where: Where, meta: Any) -> None:
-    frames = encode(Message(Kind.REPLY, meta=meta, tensor=torch.zeros(1000), where=where))
+    frames = encode(Message(MessageKind.REPLY, meta=meta, tensor=torch.zeros(1000), where=where))
     assert len(frames) == 2
     got = decode(frames)
     assert (got.where, got.meta, got.tensor) == (where, meta, None)
@@ -136,7 +136,7 @@ def test_every_dtype(dtype: torch.dtype, elements: int) -> None:
 
 def test_nothing_is_copied_on_the_way() -> None:
     tensor = torch.arange(10, dtype=torch.float64)
-    frames = encode(Message(Kind.CALL, tensor=tensor))
+    frames = encode(Message(MessageKind.CALL, tensor=tensor))
     assert np.frombuffer(frames[2], np.uint8).__array_interface__["data"][0] == tensor.data_ptr()
     got = decode([memoryview(part) for part in frames])
     assert got.tensor is not None
@@ -155,10 +155,10 @@ def test_a_tensor_outlives_the_frames_it_lies_in() -> None:
 def test_reading_a_message_warns_of_nothing() -> None:
     """In a process of its own: torch says once, to the first who asks, that a buffer is only for reading."""
     code = (
-        "import warnings, torch; from shoal.server.frame import decode, encode\n"
-        "from shoal.server.message import Kind, Message\n"
+        "import warnings, torch; from shoal.server.transport.frames import decode, encode\n"
+        "from shoal.server.protocol.messages import MessageKind, Message\n"
         "warnings.simplefilter('error')\n"
-        "frames = [bytes(part) for part in encode(Message(Kind.CALL, tensor=torch.ones(9000)))]\n"
+        "frames = [bytes(part) for part in encode(Message(MessageKind.CALL, tensor=torch.ones(9000)))]\n"
         "assert decode(frames).tensor.sum() == 9000\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -179,28 +179,28 @@ def test_bytes_at_odd_addresses_become_a_tensor_all_the_same() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Message(Kind.CALL, epoch=-1),
-        Message(Kind.CALL, shard=2**32),
-        Message(Kind.CALL, clock=2**63),
-        Message(Kind.CALL, meta={1: 2}),
-        Message(Kind.CALL, meta={"a", "b"}),
-        Message(Kind.CALL, meta=2**64),
-        Message(Kind.CALL, meta="\ud800"),
-        Message(Kind.CALL, meta=msgpack.Timestamp(1)),
-        Message(Kind.CALL, meta=[0] * (frame.ITEM_LIMIT + 1)),
-        Message(Kind.CALL, meta=bytes(frame.META_LIMIT)),
-        Message(Kind.CALL, tensor=torch.zeros(2, 2)),
-        Message(Kind.CALL, tensor=torch.zeros(2, device="meta")),
-        Message(Kind.CALL, tensor=torch.zeros(2, dtype=torch.bool)),
-        Message(Kind.CALL, tensor=torch.zeros(2, dtype=torch.complex64)),
-        Message(Kind.CALL, where=Where("/etc/passwd", 0, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2/../../../etc/passwd", 0, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2\n", 0, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/٣", 0, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2", -4, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2", 0, -1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2", 2, 1, torch.float32)),
-        Message(Kind.CALL, where=Where("/proc/1/fd/2", 0, 2**62, torch.float32)),
+        Message(MessageKind.CALL, epoch=-1),
+        Message(MessageKind.CALL, shard=2**32),
+        Message(MessageKind.CALL, clock=2**63),
+        Message(MessageKind.CALL, meta={1: 2}),
+        Message(MessageKind.CALL, meta={"a", "b"}),
+        Message(MessageKind.CALL, meta=2**64),
+        Message(MessageKind.CALL, meta="\ud800"),
+        Message(MessageKind.CALL, meta=msgpack.Timestamp(1)),
+        Message(MessageKind.CALL, meta=[0] * (frame.ITEM_LIMIT + 1)),
+        Message(MessageKind.CALL, meta=bytes(frame.META_LIMIT)),
+        Message(MessageKind.CALL, tensor=torch.zeros(2, 2)),
+        Message(MessageKind.CALL, tensor=torch.zeros(2, device="meta")),
+        Message(MessageKind.CALL, tensor=torch.zeros(2, dtype=torch.bool)),
+        Message(MessageKind.CALL, tensor=torch.zeros(2, dtype=torch.complex64)),
+        Message(MessageKind.CALL, where=Where("/etc/passwd", 0, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2/../../../etc/passwd", 0, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2\n", 0, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/٣", 0, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2", -4, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2", 0, -1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2", 2, 1, torch.float32)),
+        Message(MessageKind.CALL, where=Where("/proc/1/fd/2", 0, 2**62, torch.float32)),
     ],
 )
 def test_what_nobody_would_take_is_not_sent(message: Message) -> None:
@@ -275,10 +275,10 @@ def test_a_tensor_is_not_both_here_and_elsewhere() -> None:
 def test_the_deepest_value_that_is_taken() -> None:
     assert decode(with_meta(b"\x91" * 64 + b"\xc0")).meta is not None
     wide: Any = {"pieces": [[n, n, 0] for n in range(1000)]}  # many lists, few levels
-    assert decode(encode(Message(Kind.CALL, meta=wide))).meta == wide
+    assert decode(encode(Message(MessageKind.CALL, meta=wide))).meta == wide
 
 
-@pytest.mark.parametrize("message", [example(), Message(Kind.ALIVE), example(0)])
+@pytest.mark.parametrize("message", [example(), Message(MessageKind.ALIVE), example(0)])
 def test_no_byte_can_be_lost_or_changed(message: Message) -> None:
     frames = [bytes(part) for part in encode(message)]
     for which, part in enumerate(frames):
@@ -315,7 +315,11 @@ def random_frames(count: int, seed: int) -> Iterator[list[bytes]]:
 def mutated_frames(count: int, seed: int) -> Iterator[list[bytes]]:
     """Real messages with a few bytes changed, cut short, or repeated; half of them with a right checksum again."""
     where = Where("/proc/12/fd/34", 64, 100, torch.float32)
-    real = [example(), example(5, torch.int64), Message(Kind.VIEW, meta={"a": [[1] * 40] * 3}, where=where)]
+    real = [
+        example(),
+        example(5, torch.int64),
+        Message(MessageKind.VIEW, meta={"a": [[1] * 40] * 3}, where=where),
+    ]
     sources = [[bytes(part) for part in encode(message)] for message in real]
     draws = np.random.default_rng(seed).integers(0, 1 << 30, (count, 5)).tolist()
     for a, b, c, d, e in draws:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.exchange.firstuse import FirstUse
-from shoal.exchange.incoming import Incoming
-from shoal.exchange.shards import Shard, cut_shards
-from shoal.server.client import Request
+from shoal.exchange.ps_worker.bucket_shards import Shard, cut_shards
+from shoal.exchange.ps_worker.first_use import FirstUse
+from shoal.exchange.ps_worker.pull import Incoming
+from shoal.server.client.requests import Request
 from shoal.world.buckets import lay_out
 
 

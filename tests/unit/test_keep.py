@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.checkpoint.copies.keep import Keep, prune, prune_remote
+from shoal.checkpoint.copies.remote import Remote
 from shoal.checkpoint.folder import clean, look, point_to
-from shoal.checkpoint.keep import Keep, prune, prune_remote
-from shoal.checkpoint.manifest import FILE, Manifest
-from shoal.checkpoint.remote import Remote
+from shoal.checkpoint.layout.manifest import FILE, Manifest
 from shoal.errors import ConfigError
 
 Found = list[tuple[str, int, bool]]

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from shoal.lazily import CannotDefer, build_lazily
-from shoal.lazily.log import Log, Operation, View
+from shoal.deferred_init import CannotDefer, build_lazily
+from shoal.deferred_init.log import DeferredOperation, Log, TensorView
 from shoal.seeds import build_by_name, set_stream
 from shoal.testing import toys
 
@@ -212,8 +212,10 @@ def test_all_of_a_draw_moves_its_generator() -> None:
     log = Log(lambda draw: set_stream(0, draw))
     numbers = [log.storage(40), log.storage(40)]
     for number in numbers:
-        view, storage = View(number, torch.float32, torch.Size([10]), (1,)), frozenset([number])
-        log.add(Operation(Tensor.normal_, (view,), {}, (None,), frozenset(), storage, storage, draw=7))
+        view, storage = TensorView(number, torch.float32, torch.Size([10]), (1,)), frozenset([number])
+        log.add(
+            DeferredOperation(Tensor.normal_, (view,), {}, (None,), frozenset(), storage, storage, draw=7)
+        )
     set_stream(0, 7)
     expected = [torch.randn(10), torch.randn(10)]
     for number, values in zip(numbers, expected, strict=True):
@@ -419,7 +421,7 @@ def test_any_program_gives_the_same_values(steps: list[tuple[str, int, int]], wi
 MEMORY = """
 import resource, sys, torch
 from torch import nn
-from shoal.lazily import build_lazily
+from shoal.deferred_init import build_lazily
 
 def make(width=512, layers=10, greedy=sys.argv[1] == "greedy"):
     layer = nn.TransformerEncoderLayer(width, 8, 8 * width, batch_first=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.train.loss import as_sum_and_count, check_gradient
+from shoal.train.technique.loss import as_sum_and_count, check_gradient
 
 BATCH = (torch.zeros(8, 2), torch.zeros(8))
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from shoal.server.chain import Chain
-from shoal.server.handover import RESEND_SNAPSHOT
-from shoal.server.machine import Answer, Machine, Operation
-from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR, Node
-from shoal.server.outcome import OK
-from shoal.server.post import Post, new_id
-from shoal.server.slabs import Slab
-from shoal.server.view import View
-from shoal.server.wire import Wire
+from shoal.server.node import Node
+from shoal.server.protocol.messages import COORDINATOR, Message, MessageKind
+from shoal.server.protocol.session import OK
+from shoal.server.protocol.state_machine import Answer, Machine, Operation
+from shoal.server.protocol.view import View
+from shoal.server.replication.chain import Chain
+from shoal.server.replication.handover import RESEND_SNAPSHOT
+from shoal.server.transport.shm_transport import ShmTransport, new_id
+from shoal.server.transport.slabs import Slab
+from shoal.server.transport.sockets import Wire
 
 A, B, C, CLIENT = 7, 8, 9, 99
 
@@ -71,7 +71,7 @@ class Line:
         self.seq += 1
         head = next(chain for chain in self.chains.values() if chain.at.is_head and chain.epoch == self.epoch)
         message = Message(
-            Kind.CALL, self.epoch, client=CLIENT, seq=self.seq, meta=["add", number], tensor=tensor
+            MessageKind.CALL, self.epoch, client=CLIENT, seq=self.seq, meta=["add", number], tensor=tensor
         )
         head.on_call(CLIENT, message, self.now)
 
@@ -82,7 +82,7 @@ class Line:
 
     def ask(self, who: int) -> list[int] | None:
         self.seq += 1
-        ask = Message(Kind.ASK, self.epoch, client=CLIENT, seq=self.seq, meta=["done", None])
+        ask = Message(MessageKind.ASK, self.epoch, client=CLIENT, seq=self.seq, meta=["done", None])
         self.chains[who].on_ask(CLIENT, ask)
         self.deliver()
         found = [message.meta for message in self.told if message.seq == self.seq]
@@ -95,11 +95,11 @@ class Line:
                 self.told.append(message)
             elif message.epoch == self.epoch and target in self.chains and not lost(source, target, message):
                 chain = self.chains[target]
-                if message.kind == Kind.FORWARD:
+                if message.kind == MessageKind.FORWARD:
                     chain.on_forward(message, self.now)
-                elif message.kind == Kind.COMMIT:
+                elif message.kind == MessageKind.COMMIT:
                     chain.on_commit(source, message, self.now)
-                elif message.kind == Kind.SNAPSHOT:
+                elif message.kind == MessageKind.SNAPSHOT:
                     chain.on_snapshot(message, self.now)
 
     def answered(self) -> list[int]:
@@ -153,7 +153,7 @@ def test_it_answers_only_with_all_that_others_were_answered() -> None:
     line.call(2)
     line.deliver(lost=lambda _, target, __: target == B)  # acknowledged, and not there
     line.view((A, B))
-    line.deliver(lost=lambda _, target, message: target == B and message.kind == Kind.FORWARD)
+    line.deliver(lost=lambda _, target, message: target == B and message.kind == MessageKind.FORWARD)
     assert not line.chains[B].whole
     assert line.ask(B) is None
     line.now += 1.0
@@ -246,7 +246,7 @@ def test_what_a_client_shares_is_copied_for_a_newcomer() -> None:
     line = started()
     line.fill(A)
     message = Message(
-        Kind.CALL,
+        MessageKind.CALL,
         line.epoch,
         client=CLIENT,
         seq=2,
@@ -294,7 +294,7 @@ def taken(view: View, before: View | None = None) -> Node:
     node = Node(B, "", lambda _: Tape(), lambda *_: None)
     for one in (before, view):
         if one is not None:
-            node.on_message(COORDINATOR, Message(Kind.VIEW, one.epoch, meta=one.to_meta()), 0.0)
+            node.on_message(COORDINATOR, Message(MessageKind.VIEW, one.epoch, meta=one.to_meta()), 0.0)
     return node
 
 
@@ -308,11 +308,11 @@ def test_a_newcomer_has_nothing_whatever_it_had_before() -> None:
 
 def test_a_snapshot_is_not_taken_for_another_that_lies_where_it_was() -> None:
     with Wire(new_id(), None) as one, Wire(new_id(), None) as other:
-        sender, receiver = Post(one), Post(other)
+        sender, receiver = ShmTransport(one), ShmTransport(other)
         sender.know(other.me, other.address)
         for number in (1, 2, 3):
             numbers = torch.full((8192,), number, dtype=torch.uint8)
-            sender.send(other.me, Message(Kind.SNAPSHOT, place=number, meta=number, tensor=numbers))
+            sender.send(other.me, Message(MessageKind.SNAPSHOT, place=number, meta=number, tensor=numbers))
         found: list[Message] = []
         end = time.monotonic() + 10.0
         while not found and time.monotonic() < end:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.train.precision import TABLE, LossScale
+from shoal.train.technique.precision import TABLE, LossScale
 
 
 def test_the_scale_falls_and_rises_by_two() -> None:

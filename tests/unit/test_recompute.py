@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from shoal.blocks import find_blocks
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
-from shoal.train.recompute import recompute_blocks
+from shoal.train.model.recompute import recompute_blocks
 from shoal.world.world import World
 
 WIDTH = 16

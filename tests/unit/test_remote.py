@@ -23,16 +23,16 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import copies
-from shoal.checkpoint.copies import Copier
-from shoal.checkpoint.find import Local, find_whole
+from shoal.checkpoint.copies import background as copies
+from shoal.checkpoint.copies.background import Copier
+from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
+from shoal.checkpoint.copies.keep import Keep
+from shoal.checkpoint.copies.remote import Remote, RemotePlace
 from shoal.checkpoint.folder import latest, look, open_folder, point_to
-from shoal.checkpoint.keep import Keep
+from shoal.checkpoint.layout.manifest import FILE, FileFacts, Logical, Manifest, Slice
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.shard_file import checksum, head, place, write_file
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.manifest import FILE, FileFacts, Logical, Manifest, Slice
-from shoal.checkpoint.region import Region
-from shoal.checkpoint.remote import Remote, RemotePlace
-from shoal.checkpoint.shard import checksum, head, place, write_file
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
@@ -284,7 +284,7 @@ UPLOADER = """
 import os, sys
 from pathlib import Path
 import s3fs
-from shoal.checkpoint.remote import Remote
+from shoal.checkpoint.copies.remote import Remote
 for line in sys.stdin:
     if os.fork() == 0:  # nothing has been connected or started yet
         remote = Remote("s3://copies/run")
@@ -427,7 +427,7 @@ def test_a_damaged_folder_is_replaced_by_its_copy(
     checkpoint(tmp_path, 1)
     remote.upload(checkpoint(tmp_path, 2, 7.0))
     flip(tmp_path / "step-2" / "rank-0002.safetensors")
-    found = find_whole(world, [Local(world, tmp_path), RemotePlace(world, remote, tmp_path)])
+    found = find_whole(world, [LocalFolder(world, tmp_path), RemotePlace(world, remote, tmp_path)])
     assert found is not None
     assert found.folder == tmp_path / "step-2"
     assert list(verify(found)) == []
@@ -441,7 +441,7 @@ def meet(world: World, folder: str) -> list[str]:
     """What a rank sees of a damaged copy, and of copies that cannot be reached."""
     root, url = Path(folder) / "run", f"file://{folder}/copies"
     place = RemotePlace(world, Remote(url, waits=()), root)
-    found = find_whole(world, [Local(world, root), place])
+    found = find_whole(world, [LocalFolder(world, root), place])
     assert found is not None
     said = [str(found.folder), str(place.bring("step-9"))]
     for where in (root, Path(folder) / "empty"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from shoal.server.machine import Refused
-from shoal.server.rowwise import RULES, RowOptimizer
+from shoal.server.protocol.state_machine import Refused
+from shoal.server.rows.row_optimizers import RULES, RowOptimizer
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),

@@ -101,7 +101,7 @@ def test_overrides_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(override(monkeypatch, steps=0).steps(9)) == [], "no steps means none"
     assert len(list(override(monkeypatch, steps="2ep").steps(1))) == 6
     assert override(monkeypatch, clip=2).clip == 2.0
-    assert override(monkeypatch, log=7, checkpoint="none").log == "7"
+    assert override(monkeypatch, log=7, checkpoint="none").config.log == "7"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 from shoal.plan.check import check_text
 from shoal.testing.parity import toy_order
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.build import check_numbers
+from shoal.train.rules import check_numbers
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 

@@ -12,7 +12,13 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as lrs
 
 from shoal.errors import ConfigError
-from shoal.train.schedule import MakeScheduler, advance, make_scheduler, restore_schedule, schedule_state
+from shoal.train.technique.learning_rate import (
+    MakeScheduler,
+    advance,
+    make_scheduler,
+    restore_schedule,
+    schedule_state,
+)
 
 STEPS = 24
 Make = Callable[[Optimizer], lrs.LRScheduler]

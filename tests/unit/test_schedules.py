@@ -16,12 +16,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from shoal.errors import ConfigError
 from shoal.pipeline import TABLE
-from shoal.pipeline.base import Action, Costs, Kind
-from shoal.pipeline.check import check, simulate
+from shoal.pipeline.base import Action, ActionKind, Costs
+from shoal.pipeline.check_schedule import check, simulate
 from shoal.pipeline.grid import draw
 from shoal.pipeline.lower import to_torch
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
 
 NAMES = st.sampled_from(sorted(TABLE))
 RANKS = st.integers(1, 8)
@@ -225,7 +225,7 @@ def test_an_action_on_a_wrong_rank_is_named(
 def read(*lines: str) -> Lists:
     """Lists of actions from text such as "0F0 0B0"."""
     parts = [re.findall(r"(\d+)([FBIW])(\d+)", line) for line in lines]
-    return [[Action(int(s), Kind[k], int(m)) for s, k, m in found] for found in parts]
+    return [[Action(int(s), ActionKind[k], int(m)) for s, k, m in found] for found in parts]
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,80 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.server.frame import BadFrame, decode, encode, payload_of, sealed_size
-from shoal.server.inbox import PATIENCE, Inbox
-from shoal.server.message import Kind, Message
-from shoal.server.sealed import PIECE, TICKET, Coming, Part, can_seal, new_ticket, seal
+from shoal.server.protocol.messages import Message, MessageKind
+from shoal.server.transport import cipher
+from shoal.server.transport.cipher import PIECE, TICKET, Coming, Part, can_seal, new_ticket, seal
+from shoal.server.transport.frames import BadFrame, decode, encode, payload_of, sealed_size
+from shoal.server.transport.inbox import PATIENCE, Inbox
 
 A, B = 5, 6
 """Two senders."""
 
 
 def test_this_machine_can_seal() -> None:
-    """pyzmq's wheel has the library. Where this fails, CURVE carries tensors, and the tests below mean nothing."""
+    """The dev extra installs `cryptography`. Without it CURVE carries tensors, and the tests below mean nothing."""
     assert can_seal()
+
+
+class OldCipher:
+    """AES-GCM as a `cryptography` from before `encrypt_into` has it."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+
+    def encrypt(self, nonce: bytes, clear: bytes, associated: bytes) -> bytes:
+        return self._cipher.encrypt(nonce, clear, associated)
+
+    def decrypt(self, nonce: bytes, sealed: bytes, associated: bytes) -> bytes:
+        return self._cipher.decrypt(nonce, sealed, associated)
+
+
+def test_versions_of_the_library_open_each_others_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket, payload = new_ticket(), random.Random(1).randbytes(PIECE + 9)
+    for sealing, opening in ((AESGCM, OldCipher), (OldCipher, AESGCM)):
+        monkeypatch.setattr(cipher, "_aesgcm", lambda kind=sealing: kind)
+        pieces = [bytes(piece) for piece in seal(payload, ticket)]
+        monkeypatch.setattr(cipher, "_aesgcm", lambda kind=opening: kind)
+        coming = Coming(ticket, len(payload))
+        assert not coming.take(pieces[0][:-1] + bytes([pieces[0][-1] ^ 1]))
+        assert [coming.take(piece) for piece in pieces] == [True, True]
+        assert bytes(coming.payload) == payload
+
+
+def test_who_cannot_open_seals_survives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sends it any, since it has not agreed to; whoever does all the same is not believed."""
+    frames, pieces = sealed(large(0))
+    monkeypatch.setattr(cipher, "_aesgcm", lambda: None)
+    assert not can_seal()
+    inbox = Inbox()
+    inbox.letter(A, frames, 0.0)
+    inbox.letter(A, encode(small(1)), 0.0)
+    inbox.piece(A, pieces[0], 0.0)
+    assert drain(inbox) == []
+    assert inbox.overdue(PATIENCE + 0.1) == [A]
+    assert drain(inbox) == [(A, 1)]
+
+
+def test_no_nonce_is_used_twice_under_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+
+    class Watched(OldCipher):
+        def __init__(self, key: bytes) -> None:
+            super().__init__(key)
+            self._key = key
+
+        def encrypt(self, nonce: bytes, clear: bytes, associated: bytes) -> bytes:
+            seen.append((self._key, nonce))
+            return super().encrypt(nonce, clear, associated)
+
+    monkeypatch.setattr(cipher, "_aesgcm", lambda: Watched)
+    for _ in range(3):
+        assert len(list(seal(bytes(3 * PIECE + 1), new_ticket()))) == 4
+    assert len(set(seen)) == len(seen) == 12
 
 
 @pytest.mark.parametrize("size", [1, 31, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 17])
@@ -91,7 +150,7 @@ def test_a_message_without_its_tensor() -> None:
     frames = encode(message, ticket)
     assert sealed_size(frames) == message.tensor.nbytes  # type: ignore[union-attr]
     assert sealed_size(encode(message)) is None
-    assert sealed_size(encode(Message(Kind.ALIVE))) is None
+    assert sealed_size(encode(Message(MessageKind.ALIVE))) is None
     found = decode(frames, payload_of(message))
     assert found.seq == 7
     assert torch.equal(found.tensor, message.tensor)  # type: ignore[arg-type]
@@ -111,11 +170,11 @@ def test_a_message_without_its_tensor() -> None:
 
 
 def large(seq: int, elements: int = 40_000) -> Message:
-    return Message(Kind.CALL, seq=seq, tensor=torch.full((elements,), float(seq), dtype=torch.float64))
+    return Message(MessageKind.CALL, seq=seq, tensor=torch.full((elements,), float(seq), dtype=torch.float64))
 
 
 def small(seq: int) -> Message:
-    return Message(Kind.CALL, seq=seq)
+    return Message(MessageKind.CALL, seq=seq)
 
 
 def sealed(message: Message) -> tuple[list[Part], list[bytes]]:

@@ -11,37 +11,36 @@ import pytest
 import torch
 
 from shoal.errors import ServersLost
-from shoal.server import frame
-from shoal.server.client import RETRY, RETRY_ASK, SLOWEST, Client
-from shoal.server.coordinator import GENERATION_BITS, Coordinator
-from shoal.server.host import Threads, make_machine, sending
-from shoal.server.keys import JobKeys
-from shoal.server.ledger import Ledger
-from shoal.server.link import Link
-from shoal.server.machine import Operation, Refused
-from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR, Node
-from shoal.server.post import Post, new_id, same_host
-from shoal.server.slabs import Slab
-from shoal.server.view import View
-from shoal.server.wire import Wire
-from shoal.server.work import Work
-from shoal.testing.scenario import SILENCE, Tide, check
-from shoal.testing.shape import Shape
+from shoal.server.client.connection import Link
+from shoal.server.client.conversations import WorkerProtocol
+from shoal.server.client.requests import RETRY, RETRY_ASK, SLOWEST, Client
+from shoal.server.ledger.ledger_machine import Ledger
+from shoal.server.node import Node
+from shoal.server.processes import Threads, make_machine, sending
+from shoal.server.protocol.messages import COORDINATOR, Message, MessageKind
+from shoal.server.protocol.state_machine import Operation, Refused
+from shoal.server.protocol.view import View
+from shoal.server.replication.coordinator import GENERATION_BITS, Coordinator
+from shoal.server.transport import frames as frame
+from shoal.server.transport.keys import JobKeys
+from shoal.server.transport.shm_transport import ShmTransport, new_id, same_host
+from shoal.server.transport.slabs import Slab
+from shoal.server.transport.sockets import Wire
+from shoal.testing.scenario import SILENCE, SimulatedJob, check
+from shoal.testing.shape import JobShape
 
 
-def ledger(parts: int = 2, window: int = 0) -> Ledger:
+def ledger(parts: int = 2, clock: str = "bsp") -> Ledger:
     made = Ledger()
     for rank in range(parts):
         made.apply(Operation("join", args={"rank": rank, "model": None}, client=10 + rank))
-    made.apply(Operation("begin", args={"memo": None}))
-    windows = [[0, window, int(window == 0)]]
-    made.apply(Operation("agree", args={"parts": parts, "windows": windows, "backup": 0}))
+    made.apply(Operation("begin", args={"join_state": None}))
+    made.apply(Operation("agree", args={"parts": parts, "clocks": [[0, clock]], "backup": 0}))
     return made
 
 
 def claim(machine: Ledger, rank: int, stop: int, applied: int | None = None) -> dict[str, Any]:
-    args = {"applied": applied, "memo": None, "stop": stop}
+    args = {"applied": applied, "join_state": None, "stop": stop}
     found: dict[str, Any] = machine.apply(Operation("claim", args=args, client=10 + rank)).value
     return found
 
@@ -64,7 +63,7 @@ def test_a_loop_ends_where_it_should_though_others_are_in_a_longer_one() -> None
 
 
 def test_exactly_one_completes_a_step() -> None:
-    machine = ledger(window=3)
+    machine = ledger(clock="ssp(3)")
     for rank in (0, 1):
         claim(machine, rank, stop=4)
     assert [done(machine, 0, rank)["complete"] for rank in (1, 0)] == [False, True]
@@ -86,14 +85,14 @@ def test_who_is_at_work_is_not_replaced_by_one_who_only_said_that_it_comes() -> 
 
 
 def test_a_worker_that_leaves_holds_nobody_up() -> None:
-    tide = Tide(Shape(seed=3, workers=3, steps=30, server_kills=0))
-    tide.network.run(1.0)
-    leaver = tide.workers[1]
+    job = SimulatedJob(JobShape(seed=3, workers=3, steps=30, server_kills=0))
+    job.network.run(1.0)
+    leaver = job.workers[1]
     leaver.finished = True
-    tide.network.start(leaver.me, lambda send: _Silent(send, leaver.me))
-    tide.history.finished += 1
-    tide.run()
-    check(tide)
+    job.network.start(leaver.me, lambda send: _Silent(send, leaver.me))
+    job.history.finished += 1
+    job.run()
+    check(job)
 
 
 class _Silent:
@@ -108,32 +107,32 @@ class _Silent:
     def on_time(self, *_: object) -> None:
         if not self._said:
             self._said = True
-            self._send(COORDINATOR, Message(Kind.BYE, client=self._me))
+            self._send(COORDINATOR, Message(MessageKind.BYE, client=self._me))
 
 
 def test_servers_that_are_all_silent_for_a_while_lose_nothing() -> None:
-    tide = Tide(Shape(seed=4, workers=2, steps=30, server_kills=0))
-    tide.network.run(0.8)
-    for server in list(tide.nodes):
-        tide.network.stop(server, 6.0)
-    tide.run()
-    check(tide)
-    assert tide.coordinator is not None
-    assert not tide.coordinator.view.failed
+    job = SimulatedJob(JobShape(seed=4, workers=2, steps=30, server_kills=0))
+    job.network.run(0.8)
+    for server in list(job.nodes):
+        job.network.stop(server, 6.0)
+    job.run()
+    check(job)
+    assert job.coordinator is not None
+    assert not job.coordinator.view.failed
 
 
 def test_a_server_with_the_only_copy_that_stays_silent_ends_the_job() -> None:
     """Nobody saw it end; the others live, and speak, and would wait for ever."""
-    tide = Tide(Shape(seed=3, servers=2, workers=2, replicas=1, steps=200, server_kills=0))
-    tide.network.run(1.0)
-    assert tide.coordinator is not None
-    victim = sorted(tide.coordinator.view.addresses)[0]
-    tide.network.stop(victim, 5 * SILENCE)
-    tide.network.run(5 * SILENCE)
-    assert not tide.coordinator.view.failed, "it may come back, and it did"
-    tide.network.stop(victim, 1000.0)
-    tide.network.run(7 * SILENCE)
-    assert "all servers that held" in tide.coordinator.view.failed
+    job = SimulatedJob(JobShape(seed=3, servers=2, workers=2, replicas=1, steps=200, server_kills=0))
+    job.network.run(1.0)
+    assert job.coordinator is not None
+    victim = sorted(job.coordinator.view.addresses)[0]
+    job.network.stop(victim, 5 * SILENCE)
+    job.network.run(5 * SILENCE)
+    assert not job.coordinator.view.failed, "it may come back, and it did"
+    job.network.stop(victim, 1000.0)
+    job.network.run(7 * SILENCE)
+    assert "all servers that held" in job.coordinator.view.failed
 
 
 def test_who_takes_over_is_told_who_has_ended_and_does_not_wait_for_them() -> None:
@@ -145,57 +144,57 @@ def test_who_takes_over_is_told_who_has_ended_and_does_not_wait_for_them() -> No
     new.gone(21, 0.0)  # a worker
     told = {"role": "server", "slot": 0, "address": "", "whole": [0], "caught_up": [], "view": view.to_meta()}
     told |= {"promised": 2 << GENERATION_BITS, "at": 0.1, "load": {}}
-    new.on_message(7, Message(Kind.ALIVE, 5, client=7, meta=told), 0.1)
+    new.on_message(7, Message(MessageKind.ALIVE, 5, client=7, meta=told), 0.1)
     new.on_time(0.2)
     assert new.view.chains == ((7,),), "the one that is left serves alone, at once"
-    question = next(m for _, m in sent if m.kind == Kind.ASK)
+    question = next(m for _, m in sent if m.kind == MessageKind.ASK)
     ids = {"ids": [[21, 0], [22, 1]]}
-    new.on_message(7, replace(question, kind=Kind.REPLY, meta=[0, ids]), 0.3)
+    new.on_message(7, replace(question, kind=MessageKind.REPLY, meta=[0, ids]), 0.3)
     new.on_time(0.4)
-    lost = [m.meta[1]["worker"] for _, m in sent if m.kind == Kind.CALL]
+    lost = [m.meta[1]["worker"] for _, m in sent if m.kind == MessageKind.CALL]
     assert lost == [21], "its part is free, and the other may still speak"
 
 
 def test_a_worker_lost_while_there_is_no_coordinator_is_missed_by_the_next() -> None:
-    tide = Tide(Shape(seed=6, workers=3, steps=30, server_kills=0))
-    tide.network.run(0.8)
-    tide.network.kill(COORDINATOR)
-    tide.network.kill(tide.workers[2].me)
-    tide.history.finished += 1
-    tide.network.after(0.3, tide._start_coordinator)
-    tide.run()
-    check(tide)
+    job = SimulatedJob(JobShape(seed=6, workers=3, steps=30, server_kills=0))
+    job.network.run(0.8)
+    job.network.kill(COORDINATOR)
+    job.network.kill(job.workers[2].me)
+    job.history.finished += 1
+    job.network.after(0.3, job._start_coordinator)
+    job.run()
+    check(job)
 
 
 def test_a_coordinator_that_is_replaced_at_once_while_shards_move() -> None:
     for seed in range(40):
-        tide = Tide(Shape(seed=seed, servers=3, workers=2, shards=3, steps=60, server_kills=0))
-        tide.network.after(0.5, tide._make_busy)
+        job = SimulatedJob(JobShape(seed=seed, servers=3, workers=2, shards=3, steps=60, server_kills=0))
+        job.network.after(0.5, job._make_busy)
         for at in (4.9, 5.2, 10.1):
 
-            def swap(tide: Tide = tide) -> None:
-                tide.network.kill(COORDINATOR)
-                tide._start_coordinator()
+            def swap(job: SimulatedJob = job) -> None:
+                job.network.kill(COORDINATOR)
+                job._start_coordinator()
 
-            tide.network.after(at, swap)
-        tide.run()
-        check(tide)
+            job.network.after(at, swap)
+        job.run()
+        check(job)
 
 
 def test_an_old_view_that_comes_late_cuts_nobody_off() -> None:
     keys = JobKeys.make()
     with Wire(new_id(), keys) as server, Wire(new_id(), keys, listen=None) as mine:
-        post = Post(mine)
+        post = ShmTransport(mine)
         new = View(epoch=3, addresses={server.me: server.address})
         post._meet(new)
         post._meet(View(epoch=2, addresses={}))
-        assert mine.send(server.me, Message(Kind.ASK))
+        assert mine.send(server.me, Message(MessageKind.ASK))
 
 
 def test_who_cannot_see_an_answer_asks_again_at_once_and_gets_bytes() -> None:
     keys, me, slab = JobKeys.make(), new_id(), Slab(64)
     with Wire(new_id(), keys) as there, Wire(me, keys, listen=None) as here:
-        server, worker = Post(there), Post(here)
+        server, worker = ShmTransport(there), ShmTransport(here)
         worker.know(there.me, there.address)
         client = Client(me, worker.send)
         client.change_view(View(epoch=1, chains=((there.me,),), addresses={there.me: there.address}), 0.0)
@@ -205,13 +204,13 @@ def test_who_cannot_see_an_answer_asks_again_at_once_and_gets_bytes() -> None:
         end = time.monotonic() + 10
         while not request.done and time.monotonic() < end:
             for source, message in server.receive(0.05):
-                if message.kind == Kind.ASK:
+                if message.kind == MessageKind.ASK:
                     questions += 1
                     tensor, where = slab.tensor(torch.float32, 0, 4), slab.where(torch.float32, 0, 4)
-                    reply = Message(Kind.REPLY, 1, 0, me, message.seq, meta=[0, None])
+                    reply = Message(MessageKind.REPLY, 1, 0, me, message.seq, meta=[0, None])
                     server.send(source, replace(reply, tensor=tensor, where=where))
             for _, message in worker.receive(0.05):
-                if message.kind == Kind.UNSEEN:
+                if message.kind == MessageKind.UNSEEN:
                     client.send_again(message.shard, message.seq)
                 else:
                     client.on_message(message, 0.0)  # by this clock, nothing is ever late
@@ -253,7 +252,7 @@ def test_what_is_on_its_way_is_not_sent_again_before_it_can_be_there() -> None:
 def serve_where_nobody_comes(coordinator: str, ended: threading.Event) -> None:
     """A server that is well, and tells an address that nobody can reach."""
     with Wire(new_id(), None) as wire:
-        post = Post(wire)
+        post = ShmTransport(wire)
         post.know(COORDINATOR, coordinator)
         node = Node(wire.me, "tcp://127.0.0.1:1", make_machine, post.send)
         while not ended.is_set():
@@ -263,7 +262,7 @@ def serve_where_nobody_comes(coordinator: str, ended: threading.Event) -> None:
 
 
 def test_a_worker_that_reaches_no_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.link.UNANSWERED_SECONDS", 0.5)
+    monkeypatch.setattr("shoal.server.client.connection.UNANSWERED_SECONDS", 0.5)
     servers = Threads(0, None)
     ended = threading.Event()
     thread = threading.Thread(target=serve_where_nobody_comes, args=(servers.address, ended), daemon=True)
@@ -271,7 +270,7 @@ def test_a_worker_that_reaches_no_server_says_so(monkeypatch: pytest.MonkeyPatch
     link = Link(new_id(), servers.address, None, 0, [[4096], ["ledger"], 1, 1, 60.0])
     try:
         with pytest.raises(ServersLost, match=r"the server at tcp://127\.0\.0\.1:1 has not answered 'join'"):
-            link.run(Work(link.client, 0, []).join())
+            link.run(WorkerProtocol(link.client, 0, []).join())
     finally:
         link.close()
         ended.set()
@@ -285,8 +284,8 @@ def test_what_cannot_be_sent_ends_nobody(
     """A shard may be too large for a message; its server has others."""
     monkeypatch.setattr(frame, "PAYLOAD_LIMIT", 1000)
     with Wire(new_id("here"), None) as wire:
-        post, peer = Post(wire), new_id("there")
-        large = Message(Kind.SNAPSHOT, tensor=torch.zeros(1001, dtype=torch.uint8))
+        post, peer = ShmTransport(wire), new_id("there")
+        large = Message(MessageKind.SNAPSHOT, tensor=torch.zeros(1001, dtype=torch.uint8))
         send = sending(post)
         for _ in range(3):
             send(peer, large)
@@ -301,11 +300,11 @@ def test_a_view_with_an_address_that_is_none_is_not_believed(address: object) ->
     with Wire(1, None) as mine, Wire(2, None, None) as other:
         other.connect(1, mine.address)
         view = View(4, ((2**16 + 7,),), addresses={2**16 + 7: address})  # type: ignore[dict-item]
-        other.send(1, Message(Kind.VIEW, 4, meta=view.to_meta()))
-        other.send(1, Message(Kind.READY, 4))
-        post, kinds = Post(mine), list[Kind]()
+        other.send(1, Message(MessageKind.VIEW, 4, meta=view.to_meta()))
+        other.send(1, Message(MessageKind.READY, 4))
+        post, kinds = ShmTransport(mine), list[MessageKind]()
         end = time.monotonic() + 20
-        while Kind.READY not in kinds:
+        while MessageKind.READY not in kinds:
             assert time.monotonic() < end
             kinds += [message.kind for _, message in post.receive(0.1)]
-        assert Kind.VIEW not in kinds
+        assert MessageKind.VIEW not in kinds

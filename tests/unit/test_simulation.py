@@ -9,25 +9,25 @@ from itertools import product
 import pytest
 
 from shoal.errors import ServerRefused
-from shoal.server.chain import Chain
-from shoal.server.ledger import Ledger
+from shoal.server.ledger.ledger_machine import Ledger
 from shoal.server.node import Node
-from shoal.server.view import View
-from shoal.testing.history import History, Read, Write, check_linearised
+from shoal.server.protocol.view import View
+from shoal.server.replication.chain import Chain
+from shoal.testing.history import JobHistory, Read, WriteEvent, check_linearised
 from shoal.testing.network import Weather
-from shoal.testing.scenario import Tide, check
-from shoal.testing.shape import Shape, shape_of
+from shoal.testing.scenario import SimulatedJob, check
+from shoal.testing.shape import CLOCKS, JobShape, shape_of
 
 SEEDS = 420
-"""benchmarks/simulation.py runs ten thousand."""
+"""benchmarks/server/simulation.py runs ten thousand."""
 GROUPS = 6
 
 
-def run(shape: Shape) -> Tide:
-    tide = Tide(shape)
-    tide.run()
-    check(tide)
-    return tide
+def run(shape: JobShape) -> SimulatedJob:
+    job = SimulatedJob(shape)
+    job.run()
+    check(job)
+    return job
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -39,20 +39,20 @@ def test_seeded_faults(group: int) -> None:
 
 def test_seeds_draw_every_clock_and_every_fault() -> None:
     shapes = [shape_of(seed) for seed in range(SEEDS)]
-    clocks = {(shape.window, shape.then, shape.backup > 0) for shape in shapes}
-    for window, then in product([0, 1, 2, -1], [None, 0, 1, 2, -1]):
-        assert (window, then, False) in clocks
-        assert ((window, then, True) in clocks) == (0 in (window, then)), (
+    clocks = {(shape.clock, shape.then, shape.backup > 0) for shape in shapes}
+    for clock, then in product(CLOCKS, ["", *CLOCKS]):
+        assert (clock, then, False) in clocks
+        assert ((clock, then, True) in clocks) == ("bsp" in (clock, then)), (
             "backup is for parts that go together"
         )
-    for fault in fields(Shape):
+    for fault in fields(JobShape):
         if fault.name.partition("_")[2] in ("kills", "stops", "parts", "mutes", "hangs"):
             assert any(getattr(shape, fault.name) for shape in shapes), fault.name
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, -1])
-def test_many_kills_in_one_job(window: int) -> None:
-    shape = Shape(seed=5, servers=3, workers=3, steps=120, window=window, server_kills=6)
+@pytest.mark.parametrize("clock", ["bsp", "ssp(1)", "ssp(3)", "asp", "dssp(0, 2)"])
+def test_many_kills_in_one_job(clock: str) -> None:
+    shape = JobShape(seed=5, servers=3, workers=3, steps=120, clock=clock, server_kills=6)
     history = run(shape).history
     assert history.kills >= 3
     assert history.finished == 3
@@ -60,38 +60,52 @@ def test_many_kills_in_one_job(window: int) -> None:
 
 @pytest.mark.parametrize("backup", [1, 2])
 def test_parts_that_are_left_out_are_never_applied(backup: int) -> None:
-    history = run(Shape(seed=2, workers=3, steps=40, backup=backup, server_kills=2)).history
+    history = run(JobShape(seed=2, workers=3, steps=40, backup=backup, server_kills=2)).history
     named = {(step, part) for step, parts in history.updates for part in parts}
     assert set(history.computed) - named, "nobody came too late"
     assert len(named) == 40 * (3 - backup)
 
 
-@pytest.mark.parametrize(("window", "then"), [(0, 1), (0, -1), (2, 0), (-1, 0), (-1, 1), (1, 2)])
-def test_clocks_that_change_in_the_middle(window: int, then: int) -> None:
-    shape = Shape(seed=3, workers=3, steps=40, window=window, then=then, after=20, server_kills=2)
+@pytest.mark.parametrize(
+    ("clock", "then"),
+    [
+        ("bsp", "ssp(1)"),
+        ("bsp", "asp"),
+        ("ssp(2)", "bsp"),
+        ("asp", "bsp"),
+        ("asp", "ssp(1)"),
+        ("ssp(1)", "ssp(2)"),
+        ("dssp(1, 3)", "bsp"),
+        ("bsp", "dssp(1, 3)"),
+    ],
+)
+def test_clocks_that_change_in_the_middle(clock: str, then: str) -> None:
+    shape = JobShape(seed=3, workers=3, steps=40, clock=clock, then=then, after=20, server_kills=2)
     history = run(shape).history
-    for allowed, steps in ((window, range(20)), (then, range(20, 40))):
+    for holds, steps in ((clock, range(20)), (then, range(20, 40))):
         ahead = max(step - oldest for step, oldest in history.claims if step in steps)
-        assert (ahead > 0) == (allowed != 0), "claims are not by the clock of their step"
+        assert (ahead > 0) == (holds != "bsp"), "claims are not by the clock of their step"
 
 
-@pytest.mark.parametrize("window", [0, 1])
-def test_a_part_that_is_held_for_too_long_is_done_by_others(window: int) -> None:
-    shape = Shape(seed=4, workers=3, steps=6, window=window, patience=0.5, server_kills=0)
-    tide = Tide(shape)
-    tide.workers[1].hang = 8.0
-    tide.network.run(6.0)
-    assert tide.history.finished == 2, "the others should have gone on to the end"
-    tide.run()
-    check(tide)
-    assert len(tide.history.computed) > len(set(tide.history.computed)), "nobody else has done it"
+@pytest.mark.parametrize("clock", ["bsp", "ssp(1)"])
+def test_a_part_that_is_held_for_too_long_is_done_by_others(clock: str) -> None:
+    shape = JobShape(seed=4, workers=3, steps=6, clock=clock, patience=0.5, server_kills=0)
+    job = SimulatedJob(shape)
+    job.workers[1].hang = 8.0
+    job.network.run(6.0)
+    assert job.history.finished == 2, "the others should have gone on to the end"
+    job.run()
+    check(job)
+    assert len(job.history.computed) > len(set(job.history.computed)), "nobody else has done it"
 
 
 def test_a_worker_that_is_stopped_with_a_part_does_no_harm_when_it_goes_on() -> None:
-    twice = 0
+    twice, clocks = 0, ("asp", "bsp", "ssp(1)")
     for seed in range(20):
-        tide = run(Shape(seed=seed, workers=3, steps=4, window=seed % 3 - 1, worker_stops=2, server_kills=0))
-        twice += len(tide.history.computed) - len(set(tide.history.computed))
+        job = run(
+            JobShape(seed=seed, workers=3, steps=4, clock=clocks[seed % 3], worker_stops=2, server_kills=0)
+        )
+        twice += len(job.history.computed) - len(set(job.history.computed))
     assert twice > 0, "all of them had nothing in hand"
 
 
@@ -110,18 +124,18 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_busy_server_gives_a_shard_away() -> None:
-    shape = Shape(seed=1, servers=3, workers=2, shards=4, steps=40, server_kills=0)
-    tide = Tide(shape)
-    tide.network.run(1.6)  # loads of its own come before that
-    assert tide.coordinator is not None
-    before = tide.coordinator.view
+    shape = JobShape(seed=1, servers=3, workers=2, shards=4, steps=40, server_kills=0)
+    job = SimulatedJob(shape)
+    job.network.run(1.6)  # loads of its own come before that
+    assert job.coordinator is not None
+    before = job.coordinator.view
     busiest = max(before.addresses, key=lambda s: sum(s in chain for chain in before.chains[1:]))
-    for node in tide.nodes.values():
+    for node in job.nodes.values():
         node.load = lambda busy=float(node.me == busiest): {"busy": busy}
-    tide.run()
-    tide.network.run(12.0)  # one copy more, then one less, with some seconds between them
-    check(tide)
-    after = tide.coordinator.view
+    job.run()
+    job.network.run(12.0)  # one copy more, then one less, with some seconds between them
+    check(job)
+    after = job.coordinator.view
     held = [sum(busiest in chain for chain in view.chains[1:]) for view in (before, after)]
     assert held[1] < held[0], "no shard has moved"
 
@@ -184,10 +198,10 @@ def test_a_new_server_that_takes_nothing_for_everything_is_noticed(monkeypatch: 
 
 
 def test_histories_that_fit_no_order_are_refused() -> None:
-    def history(parts: list[set[int]], times: list[tuple[float, float]]) -> History:
-        writes = [Write(1, 0.0, 1.0, 0), Write(1, 0.0, 1.0, 1)]
+    def history(parts: list[set[int]], times: list[tuple[float, float]]) -> JobHistory:
+        writes = [WriteEvent(1, 0.0, 1.0, 0), WriteEvent(1, 0.0, 1.0, 1)]
         reads = [Read(1, a, b, 0, frozenset(p)) for p, (a, b) in zip(parts, times, strict=True)]
-        return History(reads, writes)
+        return JobHistory(reads, writes)
 
     check_linearised(history([{0}, {0, 1}], [(0.1, 0.2), (0.3, 0.4)]), 1, "")
     with pytest.raises(AssertionError, match="misses acknowledged"):

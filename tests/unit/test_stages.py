@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.world.levels import as_levels
-from shoal.world.reach import Seating
-from shoal.world.stages import Stages
+from shoal.world.two_level.groups import Seating
+from shoal.world.two_level.hierarchical import as_levels
+from shoal.world.two_level.stage_threads import Stages
 
 
 @settings(max_examples=25, deadline=None)

@@ -7,162 +7,162 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.server.client import Client
-from shoal.server.coordinator import GENERATION_BITS, Coordinator
-from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR, Node
-from shoal.server.view import LEDGER, View
-from shoal.testing.scenario import SILENCE, Tide, check
-from shoal.testing.shape import Shape
+from shoal.server.client.requests import Client
+from shoal.server.node import Node
+from shoal.server.protocol.messages import COORDINATOR, Message, MessageKind
+from shoal.server.protocol.view import LEDGER, View
+from shoal.server.replication.coordinator import GENERATION_BITS, Coordinator
+from shoal.testing.scenario import SILENCE, SimulatedJob, check
+from shoal.testing.shape import JobShape
 
 
-def begun(seed: int, servers: int = 2, steps: int = 40) -> Tide:
+def begun(seed: int, servers: int = 2, steps: int = 40) -> SimulatedJob:
     """A job in its first steps, on servers that are all whole."""
-    tide = Tide(Shape(seed=seed, servers=servers, steps=steps, server_kills=0))
-    tide.network.run(0.5)
-    assert tide._recovered()
-    return tide
+    job = SimulatedJob(JobShape(seed=seed, servers=servers, steps=steps, server_kills=0))
+    job.network.run(0.5)
+    assert job._recovered()
+    return job
 
 
-def acting_alone(seed: int, servers: int = 2) -> tuple[Tide, int, int]:
+def acting_alone(seed: int, servers: int = 2) -> tuple[SimulatedJob, int, int]:
     """A server that was thought lost and is only stopped, and the other, which has made updates without it."""
-    tide = begun(seed, servers)
-    assert tide.coordinator is not None
-    stopped, alone = tide.coordinator.view.chains[1]
-    tide.network.stop(stopped, SILENCE + 1.0)
-    tide.network.run(SILENCE + 1.0, until=lambda: tide.nodes[alone].view.chains[1] == (alone,))
-    tide.network.run(0.3)
-    assert tide.nodes[alone].chains[1].committed > tide.nodes[stopped].chains[1].last
-    return tide, stopped, alone
+    job = begun(seed, servers)
+    assert job.coordinator is not None
+    stopped, alone = job.coordinator.view.chains[1]
+    job.network.stop(stopped, SILENCE + 1.0)
+    job.network.run(SILENCE + 1.0, until=lambda: job.nodes[alone].view.chains[1] == (alone,))
+    job.network.run(0.3)
+    assert job.nodes[alone].chains[1].committed > job.nodes[stopped].chains[1].last
+    return job, stopped, alone
 
 
-def replace_coordinator(tide: Tide, after: float = 0.05) -> None:
-    tide.network.kill(COORDINATOR)
-    tide.network.after(after, tide._start_coordinator)
+def replace_coordinator(job: SimulatedJob, after: float = 0.05) -> None:
+    job.network.kill(COORDINATOR)
+    job.network.after(after, job._start_coordinator)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_who_was_overtaken_does_not_overrule_who_went_on_alone(seed: int) -> None:
-    tide, _, alone = acting_alone(seed)
-    replace_coordinator(tide)
-    tide.network.stop(alone, 2 * SILENCE)  # what it has acknowledged, only the workers know
-    tide.run()
-    check(tide)
+    job, _, alone = acting_alone(seed)
+    replace_coordinator(job)
+    job.network.stop(alone, 2 * SILENCE)  # what it has acknowledged, only the workers know
+    job.run()
+    check(job)
 
 
 def test_a_new_coordinator_waits_for_the_only_server_that_has_a_shard() -> None:
-    tide, stopped, alone = acting_alone(
+    job, stopped, alone = acting_alone(
         0, servers=3
     )  # the third knows that the shard is there and nowhere else
-    tide.network.kill(stopped)
-    del tide.nodes[stopped]
-    tide._start_server(0)
-    replace_coordinator(tide)
-    tide.network.stop(alone, 2 * SILENCE)
-    tide.run()
-    check(tide)
+    job.network.kill(stopped)
+    del job.nodes[stopped]
+    job._start_server(0)
+    replace_coordinator(job)
+    job.network.stop(alone, 2 * SILENCE)
+    job.run()
+    check(job)
 
 
 def test_but_not_for_ever() -> None:
-    tide, stopped, alone = acting_alone(0)
-    replace_coordinator(tide)
+    job, stopped, alone = acting_alone(0)
+    replace_coordinator(job)
     for server in (stopped, alone):
-        tide.network.kill(server)
+        job.network.kill(server)
     for slot in (0, 1):
-        tide._start_server(slot)
-    tide.network.run(10 * SILENCE)
-    assert all("start again from the last checkpoint" in w.client.view.failed for w in tide.workers.values())
+        job._start_server(slot)
+    job.network.run(10 * SILENCE)
+    assert all("start again from the last checkpoint" in w.client.view.failed for w in job.workers.values())
 
 
 def report(node: Node, now: float) -> Message:
     """What a server tells the coordinator at this moment."""
     sent: list[Message] = []
     send, node._send = node._send, lambda _, message: sent.append(message)
-    node._say(Kind.ALIVE, now)
+    node._say(MessageKind.ALIVE, now)
     node._send = send
     return sent[0]
 
 
 def test_what_a_server_said_before_it_knew_of_a_new_coordinator_does_not_count() -> None:
-    tide, stopped, alone = acting_alone(0)
-    now = report(tide.nodes[alone], tide.network.now)
-    view = tide.nodes[stopped].view
+    job, stopped, alone = acting_alone(0)
+    now = report(job.nodes[alone], job.network.now)
+    view = job.nodes[stopped].view
     before = replace(now, epoch=view.epoch, meta={**now.meta, "view": view.to_meta()})
-    tide.network.run(SILENCE, until=lambda: tide.network.works(stopped))
-    tide.network.kill(COORDINATOR)
-    tide._start_coordinator()
-    assert tide.coordinator is not None
+    job.network.run(SILENCE, until=lambda: job.network.works(stopped))
+    job.network.kill(COORDINATOR)
+    job._start_coordinator()
+    assert job.coordinator is not None
     # Both waited for somebody to listen, and together they seem to be all that the servers know.
-    tide.coordinator.on_message(alone, before, tide.network.now)
-    tide.coordinator.on_message(stopped, report(tide.nodes[stopped], tide.network.now), tide.network.now)
-    tide.coordinator.on_time(tide.network.now)
-    tide.run()
-    check(tide)
+    job.coordinator.on_message(alone, before, job.network.now)
+    job.coordinator.on_message(stopped, report(job.nodes[stopped], job.network.now), job.network.now)
+    job.coordinator.on_time(job.network.now)
+    job.run()
+    check(job)
 
 
 def test_a_view_that_comes_when_its_coordinator_has_a_successor_is_not_taken() -> None:
-    tide = begun(0)
-    node = tide.nodes[min(tide.nodes)]
+    job = begun(0)
+    node = job.nodes[min(job.nodes)]
     late = replace(node.view, epoch=node.view.epoch + 1, chains=((node.me,),) * len(node.view.chains))
-    replace_coordinator(tide)
-    tide.network.run(0.3, until=lambda: node._promised > late.epoch)
+    replace_coordinator(job)
+    job.network.run(0.3, until=lambda: node._promised > late.epoch)
     before = node.view
     assert before.epoch < late.epoch
-    node.on_message(COORDINATOR, Message(Kind.VIEW, late.epoch, meta=late.to_meta()), tide.network.now)
+    node.on_message(COORDINATOR, Message(MessageKind.VIEW, late.epoch, meta=late.to_meta()), job.network.now)
     assert node.view == before
 
 
-def answers(tide: Tide, server: int) -> bool:
+def answers(job: SimulatedJob, server: int) -> bool:
     """Whether a server answers a question that is asked in the view it knows."""
     heard: list[Message] = []
-    tide.network.start(99, lambda _: _Listener(heard))
-    ask = Message(Kind.ASK, tide.nodes[server].view.epoch, 1, 99, 1, meta=["values", {"applied": 0}])
-    tide.nodes[server].on_message(99, ask, tide.network.now)
-    tide.network.run(0.01)
-    return [message.kind for message in heard] == [Kind.REPLY]
+    job.network.start(99, lambda _: _Listener(heard))
+    ask = Message(MessageKind.ASK, job.nodes[server].view.epoch, 1, 99, 1, meta=["values", {"applied": 0}])
+    job.nodes[server].on_message(99, ask, job.network.now)
+    job.network.run(0.01)
+    return [message.kind for message in heard] == [MessageKind.REPLY]
 
 
 def test_a_server_that_was_stopped_answers_nothing_until_the_coordinator_has_heard_it_again() -> None:
-    tide = begun(0)
-    assert tide.coordinator is not None
-    head, tail = tide.coordinator.view.chains[1]
-    assert answers(tide, tail)
-    last = report(tide.nodes[tail], tide.network.now)
-    tide.network.stop(tail, SILENCE + 0.5)
-    tide.coordinator.on_message(tail, last, tide.network.now)  # what it says to that waits for the server
-    tide.network.run(SILENCE + 0.5, until=lambda: tide.network.works(tail))
-    assert tide.nodes[head].view.chains[1] == (head,), "the others should have gone on"
-    tide.network.run(0.0005)
-    assert not answers(tide, tail)
-    tide.run()
-    check(tide)
+    job = begun(0)
+    assert job.coordinator is not None
+    head, tail = job.coordinator.view.chains[1]
+    assert answers(job, tail)
+    last = report(job.nodes[tail], job.network.now)
+    job.network.stop(tail, SILENCE + 0.5)
+    job.coordinator.on_message(tail, last, job.network.now)  # what it says to that waits for the server
+    job.network.run(SILENCE + 0.5, until=lambda: job.network.works(tail))
+    assert job.nodes[head].view.chains[1] == (head,), "the others should have gone on"
+    job.network.run(0.0005)
+    assert not answers(job, tail)
+    job.run()
+    check(job)
 
 
 def test_a_question_waits_for_the_coordinators_word() -> None:
-    tide = begun(0)
-    assert tide.coordinator is not None
-    tail = tide.coordinator.view.tail(1)
+    job = begun(0)
+    assert job.coordinator is not None
+    tail = job.coordinator.view.tail(1)
     heard: list[Message] = []
-    tide.network.start(98, lambda _: _Listener(heard))
-    tide.nodes[tail]._heard = -1e9  # as in a server that has just come
-    ask = Message(Kind.ASK, tide.nodes[tail].view.epoch, 1, 98, 1, meta=["values", {"applied": 0}])
-    tide.nodes[tail].on_message(98, ask, tide.network.now)
+    job.network.start(98, lambda _: _Listener(heard))
+    job.nodes[tail]._heard = -1e9  # as in a server that has just come
+    ask = Message(MessageKind.ASK, job.nodes[tail].view.epoch, 1, 98, 1, meta=["values", {"applied": 0}])
+    job.nodes[tail].on_message(98, ask, job.network.now)
     assert not heard
-    tide.network.run(0.3)
-    assert [message.kind for message in heard] == [Kind.REPLY]
+    job.network.run(0.3)
+    assert [message.kind for message in heard] == [MessageKind.REPLY]
 
 
 def test_a_coordinator_that_may_not_know_the_newest_view_lets_nobody_answer_by_an_older_one() -> None:
-    tide = begun(0)
-    assert tide.coordinator is not None
-    head, tail = tide.coordinator.view.chains[1]
-    tide.network.stop(head, 2 * SILENCE)  # it may have gone on alone, for all that the next one knows
-    replace_coordinator(tide)
-    assert answers(tide, tail)
-    tide.network.run(0.75 * SILENCE)
-    assert not answers(tide, tail)
-    tide.run()
-    check(tide)
+    job = begun(0)
+    assert job.coordinator is not None
+    head, tail = job.coordinator.view.chains[1]
+    job.network.stop(head, 2 * SILENCE)  # it may have gone on alone, for all that the next one knows
+    replace_coordinator(job)
+    assert answers(job, tail)
+    job.network.run(0.75 * SILENCE)
+    assert not answers(job, tail)
+    job.run()
+    check(job)
 
 
 def test_an_answer_counts_with_the_view_that_it_holds_in() -> None:
@@ -171,10 +171,10 @@ def test_an_answer_counts_with_the_view_that_it_holds_in() -> None:
     views = [View(epoch=epoch, chains=((1,),), addresses={1: ""}) for epoch in (1, 2)]
     client.change_view(views[0], 0.0)
     request = client.call(LEDGER, "done")
-    reply = Message(Kind.REPLY, 2, LEDGER, 9, request.seq, meta=[0, None])
+    reply = Message(MessageKind.REPLY, 2, LEDGER, 9, request.seq, meta=[0, None])
     client.on_message(reply, 0.1)
     assert not request.done, "who has it could not tell anybody in which view it was given"
-    client.on_message(Message(Kind.VIEW, 2, meta=views[1].to_meta()), 0.2)
+    client.on_message(Message(MessageKind.VIEW, 2, meta=views[1].to_meta()), 0.2)
     assert [message.epoch for message in sent] == [1, 2]
     client.on_message(reply, 0.3)
     assert request.done
@@ -193,16 +193,16 @@ class _Listener:
 
 
 def test_a_job_begins_though_only_a_worker_has_heard_so() -> None:
-    tide = Tide(Shape(seed=0, server_kills=0))
-    tide._fuses.append(0)
-    tide.network.run(1.0, until=lambda: tide.history.cuts > 0)
-    assert tide.coordinator is not None
-    first, client = tide.coordinator.view, tide.workers[1].client
-    tide.network.run(2.0, until=lambda: all(node._promised > first.epoch for node in tide.nodes.values()))
-    client.on_message(Message(Kind.VIEW, first.epoch, meta=first.to_meta()), tide.network.now)
-    tide.run()
-    check(tide)
-    assert tide.coordinator.view.born == first.epoch
+    job = SimulatedJob(JobShape(seed=0, server_kills=0))
+    job._fuses.append(0)
+    job.network.run(1.0, until=lambda: job.history.cuts > 0)
+    assert job.coordinator is not None
+    first, client = job.coordinator.view, job.workers[1].client
+    job.network.run(2.0, until=lambda: all(node._promised > first.epoch for node in job.nodes.values()))
+    client.on_message(Message(MessageKind.VIEW, first.epoch, meta=first.to_meta()), job.network.now)
+    job.run()
+    check(job)
+    assert job.coordinator.view.born == first.epoch
 
 
 def test_what_a_server_had_before_it_was_left_out_is_not_counted() -> None:
@@ -220,7 +220,7 @@ def test_what_a_server_had_before_it_was_left_out_is_not_counted() -> None:
             "view": view.to_meta(),
         }
         told |= {"promised": 2 << GENERATION_BITS, "at": 0.0, "load": {}}
-        new.on_message(server, Message(Kind.ALIVE, view.epoch, client=server, meta=told), 0.0)
+        new.on_message(server, Message(MessageKind.ALIVE, view.epoch, client=server, meta=told), 0.0)
 
     says(8, older, [0])
     assert new.servers[8].whole == {0}
@@ -233,16 +233,16 @@ def test_what_a_server_had_before_it_was_left_out_is_not_counted() -> None:
 
 
 def test_a_silent_server_is_not_given_up_for_one_that_has_just_ended() -> None:
-    tide = begun(1)
-    assert tide.coordinator is not None
-    known, (silent, ended) = tide.coordinator.servers, tide.coordinator.view.chains[1]
-    tide.network.stop(silent, SILENCE + 0.5)
-    tide.network.run(SILENCE + 0.5, until=lambda: tide.network.now - known[silent].heard > SILENCE)
+    job = begun(1)
+    assert job.coordinator is not None
+    known, (silent, ended) = job.coordinator.servers, job.coordinator.view.chains[1]
+    job.network.stop(silent, SILENCE + 0.5)
+    job.network.run(SILENCE + 0.5, until=lambda: job.network.now - known[silent].heard > SILENCE)
     assert silent in known, "it should not have been looked at since"
-    tide._end_server(ended)
-    tide.coordinator.gone(ended, tide.network.now)
-    tide.run()
-    check(tide)
+    job._end_server(ended)
+    job.coordinator.gone(ended, job.network.now)
+    job.run()
+    check(job)
 
 
 class Takeover:
@@ -264,15 +264,15 @@ class Takeover:
             "load": {},
             "caught_up": [],
         }
-        self.made.on_message(who, Message(Kind.ALIVE, view.epoch, client=who, meta=told), now)
+        self.made.on_message(who, Message(MessageKind.ALIVE, view.epoch, client=who, meta=told), now)
 
     def worker(self, who: int, epoch: int, now: float) -> None:
         told = {"role": "worker", "rank": 0, "held": 0.0, "terms": [[64], ["ledger"], 2, 2, 60.0]}
-        self.made.on_message(who, Message(Kind.ALIVE, epoch, client=who, meta=told), now)
+        self.made.on_message(who, Message(MessageKind.ALIVE, epoch, client=who, meta=told), now)
 
     def witness(self, who: int, now: float) -> None:
         told = {"role": "witness", "view": self.dead.to_meta()}
-        self.made.on_message(who, Message(Kind.ALIVE, 5, client=who, meta=told), now)
+        self.made.on_message(who, Message(MessageKind.ALIVE, 5, client=who, meta=told), now)
 
 
 def test_no_new_job_is_begun_over_one_whose_servers_are_on_their_way() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from shoal.errors import ConfigError
 from shoal.tensor import (
     Cuts,
-    Piece,
+    TensorCut,
     TensorLayout,
     TensorOptions,
     check_options,
@@ -215,7 +215,7 @@ def test_a_head_of_the_same_size_is_cut_and_a_layer_inside_is_not() -> None:
 def test_tied_weights_are_cut_alike_under_each_name() -> None:
     model = TOYS["tied"].model()
     pieces = cuts_of(model, words()).layout().pieces
-    assert pieces["embed.weight"] == pieces["head.weight"] == Piece(0, (11,))
+    assert pieces["embed.weight"] == pieces["head.weight"] == TensorCut(0, (11,))
     with pytest.raises(ConfigError, match="'head', which has the same weight, stays whole"):
         cuts_of(model, words(), rules={"head": "whole"})
 
@@ -391,7 +391,7 @@ def test_blocks_for_slices_of_the_sequence() -> None:
     dim=st.integers(0, 1),
 )
 def test_parts_make_the_whole(degree: int, groups: list[int], dim: int) -> None:
-    layout = TensorLayout({"w": Piece(dim, tuple(groups))}, degree)
+    layout = TensorLayout({"w": TensorCut(dim, tuple(groups))}, degree)
     shape = [3, 3]
     shape[dim] = sum(groups)
     whole = torch.arange(shape[0] * shape[1]).view(shape)

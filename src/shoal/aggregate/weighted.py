@@ -13,7 +13,7 @@ import torch
 
 from shoal.aggregate.base import Aggregate
 from shoal.types import Promise
-from shoal.world.memory import put
+from shoal.world.shm.memory import put
 
 
 @dataclass(frozen=True)

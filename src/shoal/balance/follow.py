@@ -20,7 +20,8 @@ class Follower(Sharer):
     def __init__(self, basis: Basis, every: int, band: float, make: Callable[[], Estimate]) -> None:
         """`make`: what keeps the speed of a worker."""
         super().__init__(basis)
-        self._every, self._band = every, band
+        self._every = every
+        self._band = band
         self._estimates = [make() for _ in range(basis.workers)]
         self._seen: list[list[float]] = [[] for _ in range(basis.workers)]
         self._step = self._waiting = 0

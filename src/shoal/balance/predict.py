@@ -12,7 +12,7 @@ from typing import ClassVar
 from shoal.balance.base import Basis, Sharer
 from shoal.balance.dynamic import MEMORY, Dynamic
 from shoal.balance.follow import Follower
-from shoal.balance.speed import Line
+from shoal.balance.speed import LinearEstimate
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,4 @@ class Predict(Dynamic):
     summary: ClassVar[str] = "extrapolates the trend of measured speeds"
 
     def start(self, basis: Basis) -> Sharer:
-        return Follower(basis, self.every, self.band, lambda: Line(MEMORY))
+        return Follower(basis, self.every, self.band, lambda: LinearEstimate(MEMORY))

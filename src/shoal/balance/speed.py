@@ -23,7 +23,8 @@ PLAIN = 4.0
 SMALLEST_JUMP = 0.1
 """A smaller change is followed by smoothing."""
 UNKNOWN_NOISE = 0.2
-LEAST, TREND = 4, 4.0
+LEAST = 4
+TREND = 4.0
 """A line needs so many windows, and a slope of so many errors."""
 BEYOND = 2.0
 """The error of a line a little beyond its end, over that of the mean of its points."""
@@ -74,7 +75,10 @@ class Level(Estimate):
     def __init__(self, memory: int) -> None:
         """`memory`: windows that count."""
         super().__init__()
-        self._memory, self._level, self._windows, self._error = memory, 0.0, 0, 0.0
+        self._memory = memory
+        self._level = 0.0
+        self._windows = 0
+        self._error = 0.0
 
     def _take(self, at: float, cost: float, error: float) -> None:
         del at
@@ -98,7 +102,7 @@ class Level(Estimate):
         self._windows = 0
 
 
-class Line(Estimate):
+class LinearEstimate(Estimate):
     """A straight line through the last windows, where they plainly have a trend; else their mean."""
 
     def __init__(self, memory: int) -> None:

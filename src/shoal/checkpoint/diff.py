@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.checkpoint.folder import Found
+from shoal.checkpoint.folder import CheckpointEntry
+from shoal.checkpoint.layout.manifest import Logical
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.shard_file import NAMES
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.manifest import Logical
-from shoal.checkpoint.region import Region
-from shoal.checkpoint.shard import NAMES
 
 _AT_ONCE = 2**22
 """Elements compared at a time."""
@@ -41,7 +41,7 @@ class Difference:
         return bool(self.problem), relative, absolute
 
 
-def compare(a: Found, b: Found) -> Iterator[Difference]:
+def compare(a: CheckpointEntry, b: CheckpointEntry) -> Iterator[Difference]:
     """The tensors that are not the same; none if the two are equal. Both must be whole."""
     left, right = Reader.of(a), Reader.of(b)
     for path in sorted(left.manifest.tensors.keys() | right.manifest.tensors.keys()):

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.checkpoint.manifest import FILE, Manifest, seal, unseal
-from shoal.checkpoint.shard import write_file
+from shoal.checkpoint.layout.manifest import FILE, Manifest, seal, unseal
+from shoal.checkpoint.layout.shard_file import write_file
 from shoal.errors import ConfigError
 
 LATEST = "latest"
@@ -30,7 +30,7 @@ ABANDONED = ".abandoned"
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointEntry:
     """A checkpoint that was found, and what its manifest says; or why that cannot be read."""
 
     folder: Path
@@ -77,7 +77,8 @@ def temporary(root: Path, name: str, token: str) -> Path:
 
 def commit(written: Path, final: Path) -> None:
     """Make what has been written a checkpoint, and the latest."""
-    root, old = final.parent, final.parent / f".{final.name}.old"
+    root = final.parent
+    old = final.parent / f".{final.name}.old"
     flush(written)
     if final.exists():  # the same name again: until the new one is in its place, `look` finds the old
         shutil.rmtree(old, ignore_errors=True)
@@ -105,7 +106,7 @@ def latest(root: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def look(root: Path) -> list[Found]:
+def look(root: Path) -> list[CheckpointEntry]:
     """The checkpoints of a folder: the latest first, then the others, newest first."""
     if not root.is_dir():
         return []
@@ -131,23 +132,25 @@ def glance(root: Path) -> dict[str, Outline]:
     for folder in _folders(root) if root.is_dir() else ():
         try:
             body = unseal((folder / FILE).read_bytes())
-            step, written = int(body["step"]), str(body["written"])
+            step = int(body["step"])
+            written = str(body["written"])
         except (OSError, ValueError, KeyError, TypeError):
-            step, written = -1, ""
-        found[Found(folder, None).name] = Outline(folder, step, written, False)
+            step = -1
+            written = ""
+        found[CheckpointEntry(folder, None).name] = Outline(folder, step, written, False)
     first = latest(root)
     if first not in found:  # then the newest is
         first = max(found, key=lambda name: (found[name].step, found[name].written), default=None)
     return {name: outline._replace(latest=name == first) for name, outline in found.items()}
 
 
-def open_folder(folder: Path) -> Found:
+def open_folder(folder: Path) -> CheckpointEntry:
     """What is in one folder."""
     try:
-        return Found(folder, Manifest.loads((folder / FILE).read_bytes()))
+        return CheckpointEntry(folder, Manifest.loads((folder / FILE).read_bytes()))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        return Found(folder, None, f"{folder / FILE} cannot be used: {reason}")
+        return CheckpointEntry(folder, None, f"{folder / FILE} cannot be used: {reason}")
 
 
 def clean(root: Path) -> None:
@@ -191,5 +194,5 @@ def _has_shards(folder: Path) -> bool:
     return next(folder.glob("rank-*.safetensors"), None) is not None
 
 
-def _rank(found: Found) -> tuple[int, str]:
+def _rank(found: CheckpointEntry) -> tuple[int, str]:
     return (found.manifest.step, found.manifest.written) if found.manifest is not None else (-1, "")

@@ -1,6 +1,6 @@
 """Reading: any region of any logical tensor, whoever wrote its slices.
 
-Where slices and wishes lie in the same part of a tensor, only the bytes wanted are copied. Where tensor parallel
+Where a slice and the region lie in the same part of a tensor, only the bytes wanted are copied. Where tensor parallel
 has cut it in another way, the whole tensor is put together first, one at a time.
 """
 
@@ -10,23 +10,24 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.folder import Found
-from shoal.checkpoint.manifest import Logical, Manifest
-from shoal.checkpoint.region import Region
-from shoal.checkpoint.shard import ShardFile, Slot
-from shoal.world.memory import put
+from shoal.checkpoint.folder import CheckpointEntry
+from shoal.checkpoint.layout.manifest import Logical, Manifest
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.shard_file import ShardFile, Slot
+from shoal.world.shm.memory import put
 
 
 class Reader:
     """The tensors of a checkpoint whose files have been verified."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self._files: dict[str, tuple[ShardFile, dict[str, Slot]]] = {}
         self._joined: tuple[str, torch.Tensor] | None = None
 
     @staticmethod
-    def of(found: Found) -> Reader:
+    def of(found: CheckpointEntry) -> Reader:
         assert found.manifest is not None
         return Reader(found.folder, found.manifest)
 

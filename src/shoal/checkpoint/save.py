@@ -22,24 +22,37 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 import shoal
 from shoal.checkpoint import folder as folders
-from shoal.checkpoint.manifest import FILE, FileFacts, Logical, Manifest, Slice, seal, unseal
-from shoal.checkpoint.peers import Peers
-from shoal.checkpoint.pieces import Piece, PieceFiles
-from shoal.checkpoint.plan import Holding, Write, assign
-from shoal.checkpoint.region import Region
-from shoal.checkpoint.shard import DTYPES, NAMES, PAGE, Slot, checksum, head, place, write_block, write_file
+from shoal.checkpoint.copies.peers import Peers
+from shoal.checkpoint.large_tensors import FileReport, Piece, PieceFiles
+from shoal.checkpoint.layout.manifest import FILE, FileFacts, Logical, Manifest, Slice, seal, unseal
+from shoal.checkpoint.layout.region import Region
+from shoal.checkpoint.layout.shard_file import (
+    DTYPES,
+    NAMES,
+    PAGE,
+    Slot,
+    checksum,
+    head,
+    place,
+    write_block,
+    write_file,
+)
+from shoal.checkpoint.layout.write_plan import Holding, Write, assign
 from shoal.errors import ConfigError
-from shoal.world.memory import put
+from shoal.world.shm.memory import put
 from shoal.world.world import World
 
 State = Sequence[tuple[Holding, torch.Tensor]]
 """What a rank holds, and the numbers themselves."""
+
+_Listed: TypeAlias = "tuple[str, list[int], int, list[list[int]], int, int, str, bool]"
+"""A holding as ranks tell each other: path, shape, its region (four fields), type, whether others hold it too."""
 
 _PATIENCE = 600.0
 """Seconds that rank 0 waits for the files of the others."""
@@ -68,7 +81,10 @@ class Saver:
         peers: Peers | None = None,
     ) -> None:
         """`after` is called on rank 0, in its thread, with each checkpoint that is complete."""
-        self._world, self._root, self._after, self._peers = world, root, after, peers
+        self._world = world
+        self._root = root
+        self._after = after
+        self._peers = peers
         self._token = world.gather_values(f"{time.time_ns():x}-{os.getpid():x}")[0]
         self._turn = 0
         self._known: list[Holding] | None = None
@@ -81,7 +97,8 @@ class Saver:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         weakref.finalize(self, self._jobs.put, None)
-        self._committed, self._idle = threading.Event(), threading.Event()
+        self._committed = threading.Event()
+        self._idle = threading.Event()
         self._committed.set()
         self._idle.set()
         self._error: BaseException | None = None
@@ -121,7 +138,8 @@ class Saver:
         """Until the last save is on disk; raises what went wrong with it."""
         self._committed.wait()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise ConfigError(
                 f"a checkpoint could not be written to {self._root} ({getattr(error, 'strerror', None) or error}); "
                 "free some space, or choose another folder."
@@ -194,7 +212,7 @@ class Saver:
             else:
                 self._hand_in(written, {"error": str(getattr(error, "strerror", None) or error)})
 
-    def _hand_in(self, written: Path, report: Any) -> None:
+    def _hand_in(self, written: Path, report: object) -> None:
         part = written / f".part-{self._world.rank}"
         write_file(part, [seal(report)])
         os.replace(part, written / f"part-{self._world.rank}")
@@ -206,10 +224,10 @@ class Saver:
         write_block(written / name, block)
         if self._peers is not None:
             self._peers.put(written.name, name, [block])
-        report = {
+        report: FileReport = {
             "file": {"name": name, "bytes": len(block), "head": checksum(block[: self._begin])},
             "slices": [
-                [path, NAMES[slot.dtype], list(write.region.shape), slot.key, write.region.to_json(), total]
+                (path, NAMES[slot.dtype], list(write.region.shape), slot.key, write.region.to_json(), total)
                 for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
             ],
         }
@@ -244,16 +262,18 @@ class Saver:
         folders.commit(written, final)
         return text
 
-    def _reports(self, part: Path) -> Any:
+    def _reports(self, part: Path) -> list[FileReport]:
         """What a rank says of its files, once it has written them."""
-        begin, rank = time.monotonic(), part.name.removeprefix("part-")
+        begin = time.monotonic()
+        rank = part.name.removeprefix("part-")
         while not part.exists():
             if time.monotonic() > min(begin + _PATIENCE, self._deadline):
                 raise OSError(f"rank {rank} has written no file in {time.monotonic() - begin:.0f} s")
             time.sleep(0.005)
-        reports = unseal(part.read_bytes())
-        if "error" in reports:
-            raise OSError(f"rank {rank}: {reports['error']}")
+        said = unseal(part.read_bytes())
+        if "error" in said:
+            raise OSError(f"rank {rank}: {said['error']}")
+        reports: list[FileReport] = said
         return reports
 
 
@@ -266,7 +286,8 @@ def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:
 
 def _slot(write: Write, holding: Holding) -> tuple[str, torch.dtype, tuple[int, ...]]:
     """Name, dtype and shape in the file: of what is whole as any reader of such a file would expect them."""
-    region, key = write.region, holding.path
+    region = write.region
+    key = holding.path
     if region.part_shape != region.shape:
         key += f"@{region.dim}:{region.spans[0][0]}"
     if region.is_part:
@@ -274,9 +295,9 @@ def _slot(write: Write, holding: Holding) -> tuple[str, torch.dtype, tuple[int, 
     return f"{key}[{region.start}:{region.stop}]", holding.dtype, (region.numel,)
 
 
-def _holding(entry: list[Any]) -> Holding:
+def _holding(entry: _Listed) -> Holding:
     path, shape, dim, spans, start, stop, dtype, shared = entry
-    return Holding(path, Region.from_json(shape, [dim, spans, start, stop]), DTYPES[dtype], shared)
+    return Holding(path, Region.from_json(shape, (dim, spans, start, stop)), DTYPES[dtype], shared)
 
 
 def give_way() -> None:

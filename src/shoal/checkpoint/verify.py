@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from shoal.checkpoint.folder import Found
-from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.shard import ShardFile
+from shoal.checkpoint.folder import CheckpointEntry
+from shoal.checkpoint.layout.manifest import Manifest
+from shoal.checkpoint.layout.shard_file import ShardFile
 
 
-def verify(found: Found, files: Collection[str] | None = None) -> Iterator[str]:
+def verify(found: CheckpointEntry, files: Collection[str] | None = None) -> Iterator[str]:
     """What is wrong with a checkpoint, one sentence each; nothing if it is whole. `files`: only these."""
     if found.manifest is None:
         yield found.problem
@@ -21,7 +21,8 @@ def verify(found: Found, files: Collection[str] | None = None) -> Iterator[str]:
 
 
 def _verify_file(folder: Path, manifest: Manifest, name: str) -> Iterator[str]:
-    facts, path = manifest.files[name], folder / name
+    facts = manifest.files[name]
+    path = folder / name
     try:
         shard = ShardFile(path)
     except (OSError, ValueError) as error:
@@ -34,12 +35,14 @@ def _verify_file(folder: Path, manifest: Manifest, name: str) -> Iterator[str]:
         if shard.head_checksum() != facts.head:
             yield f"{path}: its header does not match its checksum"
             return
-        slots, seen = shard.header(), 0
+        slots = shard.header()
+        seen = 0
         here = [(t, m, p) for t, m in manifest.tensors.items() for p in m.slices if p.file == name]
         # In the order of the file: so the disk can read ahead.
         here.sort(key=lambda entry: slots[entry[2].key].start if entry[2].key in slots else 0)
         for title, tensor, piece in here:
-            slot, size = slots.get(piece.key), piece.region.numel * tensor.dtype.itemsize
+            slot = slots.get(piece.key)
+            size = piece.region.numel * tensor.dtype.itemsize
             if slot is None or slot.dtype != tensor.dtype or slot.stop - slot.start != size:
                 yield f"{path}: '{title}' is not what the manifest says"
                 continue

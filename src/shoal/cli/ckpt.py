@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.ckpt_find import find_all, find_readable, find_whole, is_url
-from shoal.cli.columns import columns, size_text
+from shoal.cli.text_columns import columns, size_text
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.folder import Found
-    from shoal.checkpoint.manifest import Manifest
+    from shoal.checkpoint.folder import CheckpointEntry
+    from shoal.checkpoint.layout.manifest import Manifest
 
 Checkpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or a folder of them: then its latest.", show_default=False)
@@ -36,7 +36,7 @@ def list_checkpoints(
     shoal ckpt ls s3://bucket/runs/first
     """
     if is_url(folder):
-        from shoal.checkpoint.remote import Remote
+        from shoal.checkpoint.copies.remote import Remote
 
         rows = [["name", "step", "written", ""]]
         for c in Remote(folder).candidates():
@@ -90,7 +90,8 @@ def verify(checkpoint: Either) -> None:
     shoal ckpt verify runs/first
     shoal ckpt verify runs/first/step-300
     """
-    damaged, listed = 0, find_all(checkpoint)
+    damaged = 0
+    listed = find_all(checkpoint)
     for found in listed:
         begin = time.perf_counter()
         problems = list(_verify(found))
@@ -120,7 +121,7 @@ def prune(
     \b
     shoal ckpt prune runs/first --keep 3 --every 1000
     """
-    from shoal.checkpoint.keep import Keep, remove
+    from shoal.checkpoint.copies.keep import Keep, remove
 
     listed = find_all(folder)
     if listed[0].folder == folder:
@@ -154,7 +155,7 @@ def copy(
     shoal ckpt copy runs/first s3://bucket/runs/first
     shoal ckpt copy s3://bucket/runs/first/step-300 runs/first
     """
-    from shoal.checkpoint.remote import Remote
+    from shoal.checkpoint.copies.remote import Remote
 
     if is_url(source) == is_url(target):
         raise ConfigError(f"copy {source} {target}: one of the two is a URL, as s3://bucket/runs/first.")
@@ -169,20 +170,22 @@ def copy(
         print(f"{whole.folder} -> {remote.title}/{whole.name}")
 
 
-def _verify(found: Found) -> Iterator[str]:
+def _verify(found: CheckpointEntry) -> Iterator[str]:
     from shoal.checkpoint.verify import verify as problems
 
     if found.manifest is None:
         yield found.problem
         return
-    tell, done, total = _progress(found.name), 0, _bytes(found.manifest)
+    tell = _progress(found.name)
+    done = 0
+    total = _bytes(found.manifest)
     for name, facts in found.manifest.files.items():
         yield from problems(found, [name])
         done += facts.bytes
         tell(done, total)
 
 
-def _newest_whole(folder: Path, listed: list[Found]) -> str:
+def _newest_whole(folder: Path, listed: list[CheckpointEntry]) -> str:
     for found in sorted(listed, key=_step, reverse=True):
         if next(_verify(found), None) is None:
             return found.name
@@ -202,7 +205,7 @@ def _progress(name: str) -> Callable[[int, int], None]:
     return tell
 
 
-def _facts(found: Found) -> list[str]:
+def _facts(found: CheckpointEntry) -> list[str]:
     manifest = found.manifest
     if manifest is None:
         return ["", "", "", "", ""]
@@ -210,7 +213,7 @@ def _facts(found: Found) -> list[str]:
     return [str(manifest.step), _when(manifest.written), manifest.plan, str(manifest.workers), size]
 
 
-def _note(found: Found, first: bool) -> str:
+def _note(found: CheckpointEntry, first: bool) -> str:
     notes = ["latest"] if first else []
     return ", ".join([*notes, f"damaged: {found.problem}"] if found.manifest is None else notes)
 
@@ -223,7 +226,7 @@ def _tensors(manifest: Manifest, limit: int | None) -> Iterator[list[str]]:
         yield [path, str(list(tensor.shape)), dtype, size_text(tensor.nbytes), str(len(tensor.slices))]
 
 
-def _step(found: Found) -> int:
+def _step(found: CheckpointEntry) -> int:
     return found.manifest.step if found.manifest is not None else -1
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.ckpt_find import find_whole
-from shoal.cli.columns import columns, size_text
+from shoal.cli.text_columns import columns, size_text
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from shoal.checkpoint.diff import Difference
-    from shoal.checkpoint.manifest import Manifest
+    from shoal.checkpoint.layout.manifest import Manifest
 
 Checkpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or a folder of them: then its latest.", show_default=False)
@@ -35,12 +35,19 @@ def export(
     shoal ckpt export runs/first model.safetensors
     shoal ckpt export runs/first/step-300 hub/ --dtype bf16 --config config.json
     """
-    from shoal.checkpoint.export import export_file, export_folder, format_named, parse_size, state_dict
+    from shoal.checkpoint.convert.export import (
+        export_file,
+        export_folder,
+        format_named,
+        parse_size,
+        state_dict,
+    )
 
     one = target.suffix == ".safetensors"
     if one and config is not None:
         raise ConfigError(f"--config is for a folder; {target} is one file.")
-    wanted, limit = format_named(dtype), parse_size(shard_size)
+    wanted = format_named(dtype)
+    limit = parse_size(shard_size)
     found = find_whole(checkpoint)
     leaves = state_dict(found, wanted)
     try:
@@ -77,7 +84,7 @@ def import_weights(
     shoal ckpt import weights.pt runs/second
     shoal ckpt import dcp_folder/ runs/second --step 1000
     """
-    from shoal.checkpoint.convert import import_checkpoint
+    from shoal.checkpoint.convert.import_weights import import_checkpoint
 
     made = import_checkpoint(source, folder, name, step, optimizer)
     for remark in made.remarks:

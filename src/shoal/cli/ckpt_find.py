@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.folder import Found
+    from shoal.checkpoint.folder import CheckpointEntry
 
 
-def find_all(path: Path) -> list[Found]:
+def find_all(path: Path) -> list[CheckpointEntry]:
     """The checkpoints at a path: itself, or those in it with the latest first."""
     from shoal.checkpoint.folder import look, open_folder
-    from shoal.checkpoint.manifest import FILE
+    from shoal.checkpoint.layout.manifest import FILE
 
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give a checkpoint, or a folder of checkpoints.")
@@ -28,7 +28,7 @@ def find_all(path: Path) -> list[Found]:
     return found
 
 
-def find_readable(path: Path) -> Found:
+def find_readable(path: Path) -> CheckpointEntry:
     """One checkpoint whose manifest can be read: the one at a path, or the latest in it."""
     found = find_all(path)[0]
     if found.manifest is None:
@@ -36,7 +36,7 @@ def find_readable(path: Path) -> Found:
     return found
 
 
-def find_whole(path: Path) -> Found:
+def find_whole(path: Path) -> CheckpointEntry:
     """One checkpoint of which every byte is what was written."""
     from shoal.checkpoint.verify import verify
 

@@ -87,7 +87,7 @@ def _slots() -> dict[str, Table[Any]]:
         partition,
         pipeline,
     )  # torch comes with these: not before they are needed
-    from shoal.train import clip, precision, schedule
+    from shoal.train.technique import clip, learning_rate, precision
 
     return {
         "exchange": exchange.TABLE,
@@ -98,7 +98,7 @@ def _slots() -> dict[str, Table[Any]]:
         "clock": clock.TABLE,
         "aggregate": aggregate.TABLE,
         "precision": precision.TABLE,
-        "schedule": schedule.TABLE,
+        "schedule": learning_rate.TABLE,
         "clip": clip.TABLE,
     }
 

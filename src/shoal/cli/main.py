@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import bench, ckpt, ckpt_convert
+from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.list import list_choices
 from shoal.cli.run import run
 from shoal.cli.server import server
@@ -42,12 +42,6 @@ checkpoints.command()(ckpt_convert.diff)
 checkpoints.command()(ckpt.prune)
 checkpoints.command()(ckpt.copy)
 app.add_typer(checkpoints, name="ckpt")
-
-benchmarks = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure strategies on this machine."
-)
-benchmarks.command()(bench.network)
-app.add_typer(benchmarks, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from shoal.cluster.dry_run import scout
 from shoal.cluster.local import Job, check, forkable_imports, run_job
-from shoal.cluster.scout import scout
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.clock.asp import Asp
 from shoal.clock.base import Clock
 from shoal.clock.bsp import Bsp
+from shoal.clock.dssp import Dssp
 from shoal.clock.ssp import Ssp
+from shoal.config import fill_options, parse_call
 from shoal.errors import ConfigError
 from shoal.table import Table
 
-TABLE: Table[type[Clock]] = Table("clock", {"bsp": Bsp, "ssp": Ssp, "asp": Asp})
+TABLE: Table[type[Clock]] = Table("clock", {"bsp": Bsp, "ssp": Ssp, "asp": Asp, "dssp": Dssp})
+
+
+def make_clock(text: str) -> Clock:
+    """The clock that a text names, with its options.
+
+    >>> print(make_clock("ssp(4)"), make_clock("ssp(0)"))
+    ssp(4) bsp
+    """
+    call = parse_call(text, "clock")
+    if call.name == "ssp" and not (call.args or call.options):
+        raise ConfigError("ssp needs a number of steps, as in ssp=4.")
+    made = fill_options(call, TABLE.look_up(call.name))
+    # Nobody ahead of anybody: that is bsp.
+    return Bsp() if isinstance(made, Ssp) and not made.steps else made
 
 
 def make_clocks(first: str, steps: int | None, then: str, after: int) -> list[tuple[int, Clock]]:
-    """The clocks of a run, each with the step from which it holds.
+    """The clocks of a run, each with the step from which it holds. `steps` is the option of an `ssp` without one.
 
-    >>> [(step, clock.window) for step, clock in make_clocks("bsp", 3, "ssp", 100)]
-    [(0, 0), (100, 3)]
-    >>> [(step, clock.window) for step, clock in make_clocks("", 4, "", 0)]
-    [(0, 4)]
+    >>> [(step, str(clock)) for step, clock in make_clocks("bsp", 3, "ssp", 100)]
+    [(0, 'bsp'), (100, 'ssp(3)')]
+    >>> [(step, str(clock)) for step, clock in make_clocks("", 4, "", 0)]
+    [(0, 'ssp(4)')]
     """
-    if steps is not None and steps < 0:
-        raise ConfigError(f"ssp={steps}; a worker may be 0 or more steps ahead.")
     if bool(then) != (after > 0):
         raise ConfigError(
             f"then={then or 'nothing'}, after={after}; a second clock needs both, as in then=asp, after=100."
         )
     names = [first or ("bsp" if steps is None else "ssp"), *([then] if then else [])]
-    if "ssp" in names and steps is None:
-        raise ConfigError("ssp needs a number of steps, as in ssp=4.")
-    if "ssp" not in names and steps is not None:
-        raise ConfigError(f"ssp={steps} has no meaning for {' and '.join(names)}; leave one out.")
-    made = [TABLE.look_up(name)(steps or 0) for name in names]
-    if steps == 0:  # nobody ahead of anybody: that is bsp
-        made = [Bsp() if isinstance(clock, Ssp) else clock for clock in made]
-    return list(zip([0, after], made, strict=False))
+    if steps is not None:
+        if "ssp" not in names:
+            raise ConfigError(f"ssp={steps} has no meaning for {' and '.join(names)}; leave one out.")
+        names = [f"ssp({steps})" if name == "ssp" else name for name in names]
+    return list(zip([0, after], map(make_clock, names), strict=False))
+
+
+def clock_at(clocks: Sequence[tuple[int, Clock]], step: int) -> Clock:
+    """The clock that holds for a step: the last that begins at or before it."""
+    return [clock for begin, clock in clocks if begin <= step][-1]

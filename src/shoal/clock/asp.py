@@ -9,17 +9,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.clock.base import Clock
-from shoal.types import Promise
 
 
 class Asp(Clock):
     """Every part is an update as soon as it is there."""
 
-    promise: ClassVar[Promise] = Promise.CONVERGES
     summary: ClassVar[str] = "nobody waits for anybody"
-    together = False
-    ahead = True
 
     @property
-    def window(self) -> int:
-        return -1
+    def bound(self) -> None:
+        return None

@@ -7,16 +7,24 @@ Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Param
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.clock.base import Clock
-from shoal.types import Promise
+from shoal.errors import ConfigError
 
 
+@dataclass(eq=False)
 class Ssp(Clock):
-    """Every part is an update; no read misses one that is more than `ssp` steps old."""
+    """Every part is an update; no read misses one that is more than `steps` steps old."""
 
-    promise: ClassVar[Promise] = Promise.CONVERGES
-    summary: ClassVar[str] = "nobody is more than ssp steps ahead of the slowest"
-    together = False
-    ahead = True
+    summary: ClassVar[str] = "nobody is more than so many steps ahead of the slowest"
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"ssp={self.steps}; a worker may be 0 or more steps ahead.")
+
+    @property
+    def bound(self) -> int:
+        return self.steps

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cluster import worker
-from shoal.cluster.output import Output, Streams, open_streams
-from shoal.cluster.watch import Crew, Interrupts
+from shoal.cluster.output import Output, OutputStreams, open_streams
+from shoal.cluster.watch import FINISHING, Crew, Interrupts
 from shoal.errors import ConfigError
 from shoal.types import Value
 from shoal.world.launch import from_environment
 
 if TYPE_CHECKING:
-    from shoal.cluster.desk import Desk
+    from shoal.cluster.server_broker import ServerBroker
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Job:
     """ADDRESS:PORT of host 0, where workers of several hosts meet."""
     seconds: float | None = None
     """How long the workers may take; whoever is not done then is ended, and that is no failure."""
+    fresh: bool = False
+    """Whether the launcher is a program with a life of its own: it is never forked, and its stdin stays with it."""
 
     @property
     def size(self) -> int:
@@ -67,7 +69,7 @@ def run_job(job: Job) -> None:
     """
     check(job)
     threads = threads_of(job)
-    forkable = _import_torch(job)
+    forkable = not job.fresh and _import_torch(job)
     folder = tempfile.mkdtemp(prefix="shoal-")
     try:
         with Interrupts() as interrupts:
@@ -187,10 +189,10 @@ def forkable_imports(job: Job) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _desk(folder: str, threads: str, crew: Crew) -> Desk:
-    from shoal.cluster.desk import Desk  # torch comes with it, and is here only by now
+def _desk(folder: str, threads: str, crew: Crew) -> ServerBroker:
+    from shoal.cluster.server_broker import ServerBroker  # torch comes with it, and is here only by now
 
-    return Desk(folder, threads, crew.attend, crew.forget)
+    return ServerBroker(folder, threads, crew.attend, crew.forget)
 
 
 @dataclass
@@ -202,19 +204,21 @@ class Starts:
     crew: Crew
     threads: str
     forkable: bool
-    desk: Desk | None
+    desk: ServerBroker | None
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
         """Start one worker of this host."""
-        job, folder = self.job, self.folder
+        job = self.job
+        folder = self.folder
         rank = job.host * job.workers + index
         environment = worker_environment(job, index, f"file://{folder}/store", self.threads)
+        environment["SHOAL_FINISHING"] = os.path.join(folder, f"{FINISHING}{rank}")
         if self.desk is not None:
             environment["SHOAL_LAUNCHER"] = self.desk.path
         script = str(Path(job.script).absolute())
         task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
-        streams = open_streams(job.output, folder, rank, first=index == 0)
+        streams = open_streams(job.output, folder, rank, first=index == 0, reads=not job.fresh)
         self.times.setdefault(rank, []).append(time.monotonic())
         descriptors = [*self.crew.descriptors, *(self.desk.descriptors if self.desk else [])]
         try:
@@ -257,7 +261,7 @@ def worker_environment(job: Job, index: int, file: str, threads: str) -> dict[st
     return environment | dict(job.environment)
 
 
-def _fork(task: worker.Task, streams: Streams, descriptors: Sequence[int], threads: str) -> int:
+def _fork(task: worker.Task, streams: OutputStreams, descriptors: Sequence[int], threads: str) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else the worker would print what is still buffered here once more
     pid = os.fork()
@@ -277,7 +281,7 @@ def _fork(task: worker.Task, streams: Streams, descriptors: Sequence[int], threa
         os._exit(1)  # never back into the launcher's code
 
 
-def _spawn(task: worker.Task, streams: Streams) -> int:
+def _spawn(task: worker.Task, streams: OutputStreams) -> int:
     command = [sys.executable, "-m", "shoal.cluster.worker", task.to_json()]
     moves = [
         (os.POSIX_SPAWN_DUP2, source, target)

@@ -56,7 +56,7 @@ class Relay:
 
 
 @dataclass(frozen=True)
-class Streams:
+class OutputStreams:
     """File descriptors of the launcher that become a worker's stdin, stdout and stderr."""
 
     stdin: int
@@ -71,18 +71,21 @@ class Streams:
             os.close(descriptor)
 
 
-def open_streams(output: Output, folder: str, rank: int, first: bool) -> Streams:
-    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin, if it is seen."""
-    stdin = 0 if first and output != "none" else os.open(os.devnull, os.O_RDONLY)
+def open_streams(output: Output, folder: str, rank: int, first: bool, reads: bool = True) -> OutputStreams:
+    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin, if it is seen.
+
+    `reads`: else nobody does, for the launcher reads from it itself.
+    """
+    stdin = 0 if first and reads and output != "none" else os.open(os.devnull, os.O_RDONLY)
     if output == "all":
         out, stdout = os.pipe()
         err, stderr = os.pipe()
         prefix = f"[{rank}] "
-        return Streams(stdin, stdout, stderr, (Relay(out, 1, prefix), Relay(err, 2, prefix)))
+        return OutputStreams(stdin, stdout, stderr, (Relay(out, 1, prefix), Relay(err, 2, prefix)))
     if output == "first" and first:
-        return Streams(stdin, 1, 2)
+        return OutputStreams(stdin, 1, 2)
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    return Streams(stdin, log, log)
+    return OutputStreams(stdin, log, log)
 
 
 def tail(folder: str, rank: int) -> str:

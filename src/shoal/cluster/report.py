@@ -12,25 +12,15 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Literal
 
 from shoal.errors import PeerLost, ShoalError, WorkerFailed
+from shoal.world.failure import is_lost_peer, own_frames
 
 Kind = Literal["config", "error", "consequence"]
-
-# How torch.distributed, gloo and the stores say that the other end has gone.
-_LOST_PEER = (
-    "connection reset",
-    "connection closed",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "socket closed",
-    "failed to recv, got 0 bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -72,25 +62,10 @@ def describe(error: BaseException, rank: int, script: str) -> Report:
         return Report(rank, now, "error", error.code if isinstance(error.code, int) else 1, said)
     if isinstance(error, KeyboardInterrupt):
         return Report(rank, now, "error", 128 + signal.SIGINT, "interrupted by SIGINT.")
-    kind = "consequence" if any(_is_lost_peer(e) for e in _chain(error)) else "error"
+    kind = "consequence" if is_lost_peer(error) else "error"
     message = "".join(traceback.format_exception_only(error)).strip()
-    lines = traceback.format_exception(type(error), error, _from_script(error, script))
+    lines = traceback.format_exception(type(error), error, own_frames(_from_script(error, script)))
     return Report(rank, now, kind, 1, message, "".join(lines))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    if isinstance(error, PeerLost | ConnectionError):
-        return True
-    # torch.distributed.DistError is a RuntimeError; naming that base keeps torch out of the launcher.
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER)
 
 
 def _from_script(error: BaseException, script: str) -> TracebackType | None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from shoal.cluster import output, report
 from shoal.cluster.worker import STOP_SIGNALS
@@ -23,6 +22,10 @@ GATHER_SECONDS = 0.5
 """How long after the first bad end the others may still report: theirs may be the earlier cause."""
 GRACE_SECONDS = 2.0
 """How long after a polite signal the rest is killed."""
+FINISH_SECONDS = 600.0
+"""And where workers have said that they finish a step and save it first."""
+FINISHING = "finishing-"
+"""The beginning of the names of files by which workers say so, in the private folder."""
 
 
 class Interrupts:
@@ -31,7 +34,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self.descriptors: tuple[int, int] = (-1, -1)
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
         self._wakeup = -1
 
     def __enter__(self) -> Interrupts:
@@ -134,6 +137,8 @@ class Crew:
         self._ending = True
         self._send(number)
         self._wait_for_all(GRACE_SECONDS)
+        if any(name.startswith(FINISHING) for name in os.listdir(self._folder)):
+            self._wait_for_all(FINISH_SECONDS)
         self._send(signal.SIGKILL)
         while self._pids:
             self._wait(None)

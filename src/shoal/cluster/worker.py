@@ -23,14 +23,18 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
 from typing import NoReturn, TextIO
 
 from shoal.cluster import report
+from shoal.errors import ShoalError
+from shoal.world.failure import end_on_mismatch
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN_TIMES, AGAIN_SECONDS = 5, 20.0
-"""What was started again so often within so many seconds is not started once more: that is no accident."""
+AGAIN_TIMES = 5
+AGAIN_SECONDS = 20.0
+"""A process that was started again AGAIN_TIMES within AGAIN_SECONDS is not started once more: that is no accident."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -64,6 +68,7 @@ def run(task: Task) -> NoReturn:
     code = 1
     try:
         _settle(task)
+        end_on_mismatch(partial(_end_now, task))
         code = _run_script(task)
     except BaseException:
         traceback.print_exc()
@@ -86,6 +91,13 @@ def _run_script(task: Task) -> int:
         report.write(task.folder, said)
         return said.exit_code
     return 0
+
+
+def _end_now(task: Task, error: ShoalError) -> None:
+    """From another thread, while the script waits for peers that will not come."""
+    report.write(task.folder, report.describe(error, task.rank, task.script))
+    _flush()
+    os._exit(error.exit_code)
 
 
 def _end_orderly() -> None:
@@ -129,6 +141,9 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     # Ctrl-C reaches a worker twice, from terminal and launcher; the second must not break into cleanup.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+_interrupt.shoal = True  # type: ignore[attr-defined]  # a run may put a handler of its own in its place
 
 
 def die_with(launcher: int) -> None:

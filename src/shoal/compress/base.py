@@ -18,8 +18,10 @@ from typing import ClassVar
 
 import torch
 
+from shoal.cost import Cost
 from shoal.errors import ConfigError
 from shoal.types import Promise
+from shoal.world.traffic import ring_bytes, share_of
 
 ALIGNMENT = 16
 """Packed payloads are multiples of so many bytes: one behind the other, each begins where any type may begin."""
@@ -68,6 +70,23 @@ class Compressor(ABC):
     def reduction(self, layout: Layout) -> float:
         """Bytes of the vector for each byte of its payloads."""
         return layout.nbytes / max(1, self.code(layout).nbytes()) if layout.size else 1.0
+
+    def cost(self, layout: Layout, workers: int, slices: int = 1) -> Cost:
+        """Of one vector that is summed over so many workers, turn after turn.
+
+        `slices` > 1: of so many vectors of this layout, each with a payload of its own that goes to its owner alone.
+        """
+        code = self.code(layout)
+        first = code.sizes()[0]
+        if slices > 1:
+            sent = share_of(first * slices, workers)
+        elif code.summable:
+            sent = sum(ring_bytes(size, workers) for size in code.sizes())
+        else:
+            sent = share_of(first * workers, workers)
+        residuals = slices * layout.nbytes if self.feedback else 0
+        working = slices * (first + code.kept(self.feedback))
+        return Cost({"residuals": residuals, "working": working}, {"data": sent})
 
 
 class Code(ABC):
@@ -125,6 +144,15 @@ class Code(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """What a worker sends in a turn, all rounds together."""
+
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each round's payload."""
+        return (self.nbytes(),)
+
+    def kept(self, feedback: bool) -> int:
+        """Bytes of scratch memory, and of what it remembers, from the first turn on; `feedback`: as that needs it."""
+        del feedback
+        return 0
 
     def state(self) -> dict[str, torch.Tensor]:
         """What must be saved to continue as if nothing had happened; the same on all workers."""

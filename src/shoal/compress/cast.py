@@ -45,6 +45,9 @@ class Cast(Code):
     def nbytes(self) -> int:
         return self.layout.size * self.dtype.itemsize
 
+    def kept(self, feedback: bool) -> int:
+        return CHUNK * self.layout.dtype.itemsize if feedback else 0
+
 
 def chunks(size: int, step: int = CHUNK) -> Iterator[tuple[int, int]]:
     """Start and stop of each stretch of a vector.

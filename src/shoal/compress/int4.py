@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 
 from shoal.compress.base import Code, Compressor, Layout
-from shoal.compress.blocks import Blockwise
 from shoal.compress.cast import CHUNK
 from shoal.compress.int8 import SMALLEST
+from shoal.compress.scaled_blocks import Blockwise
 from shoal.seeds import derive
 
 BLOCK = 256
@@ -44,6 +44,9 @@ class Halves(Blockwise):
         self._lots: torch.Tensor | None = None
         self._span = max(self.block, min(CHUNK, self._blocks * self.block))
         self._at = 0
+
+    def kept(self, feedback: bool) -> int:
+        return super().kept(feedback) + 2 * self._span * 4
 
     def encode(self, vector: torch.Tensor, out: torch.Tensor, turn: int) -> None:
         self._at = derive(turn, "int4", self.salt) % self._span

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from shoal.compress.base import Code, Compressor, Layout
-from shoal.compress.blocks import Blockwise
+from shoal.compress.scaled_blocks import Blockwise
 
 BLOCK = 256
 STEPS = 127

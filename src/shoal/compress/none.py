@@ -35,6 +35,10 @@ class Verbatim(Cast):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout, layout.dtype)
 
+    def kept(self, feedback: bool) -> int:
+        del feedback
+        return 0
+
     def put(self, payload: torch.Tensor, out: torch.Tensor, factor: float | None) -> None:
         if factor is None:
             out.copy_(payload)

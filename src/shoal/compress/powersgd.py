@@ -71,7 +71,8 @@ class Factors(Code):
 
     def __init__(self, layout: Layout, matrices: tuple[Matrix, ...], rank: int) -> None:
         super().__init__(layout)
-        self._matrices, self._rank = matrices, rank
+        self._matrices = matrices
+        self._rank = rank
         self._dtype = torch.promote_types(layout.dtype, torch.float32)
         self._rest = between(layout.size, matrices)
         self._tall = rank * sum(rows for _, rows, _ in matrices)
@@ -86,7 +87,16 @@ class Factors(Code):
         return torch.zeros(self._tall + self._raw, dtype=self._dtype, device=self.layout.device)
 
     def nbytes(self) -> int:
-        return (self._tall + self._raw + self._wide) * self._dtype.itemsize
+        return sum(self.sizes())
+
+    def sizes(self) -> tuple[int, ...]:
+        return (self._tall + self._raw) * self._dtype.itemsize, self._wide * self._dtype.itemsize
+
+    def kept(self, feedback: bool) -> int:
+        del feedback
+        return (
+            2 * self._wide + self._tall + self._raw
+        ) * self._dtype.itemsize  # Q, own Mᵀ P, P, and all else
 
     def encode(self, vector: torch.Tensor, out: torch.Tensor, turn: int) -> None:
         del turn

@@ -57,6 +57,10 @@ class Drawn(Code):
     def nbytes(self) -> int:
         return self._count * self.layout.dtype.itemsize
 
+    def kept(self, feedback: bool) -> int:
+        del feedback
+        return (2 * self._count + 1) * 8  # places, and the ends of the stretches that they are drawn from
+
     def turn_to(self, turn: int) -> None:
         """One element of each of k stretches of the vector, as seen from a random beginning.
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from shoal.compress.base import Code, Compressor, Layout
-from shoal.compress.blocks import Blockwise
+from shoal.compress.scaled_blocks import Blockwise
 
 BLOCK = 1024
 GATHER = 0x0102040810204080

@@ -64,6 +64,11 @@ class Largest(Code):
     def nbytes(self) -> int:
         return self._begin + aligned(self._count * self.layout.dtype.itemsize)
 
+    def kept(self, feedback: bool) -> int:
+        del feedback
+        ranked = self._count == self.layout.size or self.layout.size <= SMALL
+        return 0 if ranked else CHUNK * (self.layout.dtype.itemsize + 1)
+
     def encode(self, vector: torch.Tensor, out: torch.Tensor, turn: int) -> None:
         out.zero_()
         if not self._count:
@@ -127,7 +132,8 @@ class Largest(Code):
             self._small = torch.empty(CHUNK, dtype=torch.bool, device=vector.device)
         found = []
         for start, stop in chunks(len(vector)):
-            sizes, small = self._sizes[: stop - start], self._small[: stop - start]
+            sizes = self._sizes[: stop - start]
+            small = self._small[: stop - start]
             torch.abs(vector[start:stop], out=sizes)
             torch.le(sizes, threshold, out=small)
             found.append(small.logical_not_().nonzero().view(-1).add_(start))

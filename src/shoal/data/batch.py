@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from shoal.call import Call, Signature
 from shoal.errors import ConfigError
 
 Batch = Any
 """A tensor, or tuples, lists and dicts of batches."""
+Inputs = Callable[[Batch], Any]
+Collate = Callable[[list[Any]], Batch]
 
 
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     """The tensors of a batch, in order."""
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_of(value)
     elif isinstance(batch, tuple | list):
@@ -57,6 +62,10 @@ def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> B
         return batch.to(device=device, dtype=dtype, non_blocking=True)
     if isinstance(batch, dict):
         return {key: convert(value, device, floats) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # such as a tokenizer's, which keeps its type
+        other = copy.copy(batch)
+        other.update({key: convert(value, device, floats) for key, value in batch.items()})
+        return other
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple keeps its type
         return type(batch)(*(convert(value, device, floats) for value in batch))
     if isinstance(batch, tuple | list):
@@ -68,7 +77,7 @@ def default_inputs(batch: Batch) -> Any:
     """What goes into the model: `batch[0]` of a tuple or list, `batch["inputs"]` of a dict, else the batch."""
     if isinstance(batch, tuple | list):
         return batch[0]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         if "inputs" not in batch:
             raise ConfigError(
                 f"the batch is a dict with {sorted(batch)}, without 'inputs'; say what goes into the model with "
@@ -78,5 +87,30 @@ def default_inputs(batch: Batch) -> Any:
     return batch
 
 
-Inputs = Callable[[Batch], Any]
-Collate = Callable[[list[Any]], Batch]
+class ModelInputs:
+    """From a batch to how the model is called with it: what `inputs=` says, or the default."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs | None, own_loss: bool = False) -> None:
+        """`own_loss`: the model computes its loss itself, and a dict is its keywords."""
+        self._name = type(model).__name__
+        self._signature = Signature(model)
+        self._inputs = inputs
+        self._own_loss = own_loss
+
+    def __call__(self, batch: Batch) -> Any:
+        if self._inputs is not None:
+            return self._signature.arrange(self._inputs(batch))
+        if isinstance(batch, Mapping) and self._keywords(batch):
+            return Call(**batch)
+        return self._signature.arrange(default_inputs(batch))
+
+    def _keywords(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch without `inputs=` is the keywords of forward."""
+        if self._signature.named(batch):
+            return self._own_loss or "inputs" not in batch
+        if self._own_loss:
+            raise ConfigError(
+                f"the batch has {', '.join(self._signature.unnamed(batch))}, which {self._name}.forward does not name; "
+                "leave them out in collate=, or say what goes into the model with inputs=."
+            )
+        return False

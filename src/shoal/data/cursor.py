@@ -102,10 +102,14 @@ class Track:
 
     def __init__(self, samples: int, batch: int, step: int = 0, epoch: int = 0, position: int = 0) -> None:
         """Step `step` begins at `position` of `epoch`."""
-        self.samples, self.batch, self.per_epoch = samples, batch, -(-samples // batch)
+        self.samples = samples
+        self.batch = batch
+        self.per_epoch = -(-samples // batch)
         if position % batch == 0 and step == epoch * self.per_epoch + position // batch:
             step, epoch, position = 0, 0, 0  # where the run would be anyway: then earlier steps are known too
-        self.step, self.epoch, self.position = step, epoch, position
+        self.step = step
+        self.epoch = epoch
+        self.position = position
         self._rest = -(-(samples - position) // batch)
 
     def span(self, step: int) -> tuple[int, int, int]:

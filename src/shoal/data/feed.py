@@ -7,8 +7,10 @@ from typing import Any
 
 from shoal.data.batch import Batch, Collate
 from shoal.data.columns import Columns
+from shoal.data.dataloader import WorkerInit
+from shoal.data.sampler import Sampler
 from shoal.partition.base import Partition
-from shoal.partition.block import Block
+from shoal.partition.block import BlockPartition
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,16 @@ class Feed:
     """Processes that prepare batches ahead; 0 prepares them in the training process when they are needed."""
     fill: bool = False
     """Give a micro-batch without samples the first sample of its step as a filler, which counts nothing."""
-    partition: Partition = field(default_factory=Block)
+    partition: Partition = field(default_factory=BlockPartition)
     columns: Columns = field(default_factory=dict)
+    sampler: Sampler | None = None
+    """Gives the order of samples, or whole batches, instead of seed and `shuffle`."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is short."""
+    pin_memory: bool = False
+    """Batches that loader processes prepare come in page-locked memory."""
+    worker_init: WorkerInit | None = None
+    """Called in each loader process, with its number, when it starts."""
 
     @property
     def parts(self) -> int:

@@ -25,8 +25,10 @@ class GroupedOrder:
 
     def __init__(self, order: GlobalOrder, lengths: Keys, grain: int, window: int) -> None:
         """`grain`: samples in a batch; `window`: batches in a window."""
-        self._order, self._lengths = order, lengths
-        self.grain, self.window = grain, window
+        self._order = order
+        self._lengths = lengths
+        self.grain = grain
+        self.window = window
         self._kept = (-1, -1, np.empty(0, dtype=np.int64))
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
@@ -44,7 +46,8 @@ class GroupedOrder:
         return self._kept[2]
 
     def _sort(self, epoch: int, number: int) -> Ids:
-        order, grain = self._order, self.grain
+        order = self._order
+        grain = self.grain
         start = number * grain * self.window
         ids = order.ids(epoch, start, min(start + grain * self.window, order.num_samples))
         ids = ids[np.argsort(self._lengths[ids], kind="stable")]

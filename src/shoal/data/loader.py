@@ -2,25 +2,29 @@
 
 A step's global batch is divided into workers × accumulate micro-batches by the partition; each worker
 takes `accumulate` neighbours. So the micro-batches of a step, and with them dropout streams, depend only on
-that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a data set
-draws from torch's generator (augmentation) is keyed in the same way, in loader processes and without them.
+that product: one worker with accumulate=4 computes what four workers with accumulate=1 do. What a sample
+draws (augmentation) is keyed by epoch and sample, in loader processes and without them.
 """
 
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shoal import seeds
 from shoal.data.batch import Batch
 from shoal.data.cursor import Cursor
+from shoal.data.dataloader import WorkerInit
+from shoal.data.draws import Generator, NumpyGenerator, PythonGenerator, TorchGenerator, Watch
 from shoal.data.feed import Feed, Portion
 from shoal.data.picks import Picks
-from shoal.data.source import check_source, fetch, is_plain
+from shoal.data.source import check_source, fetch, fetch_samples, is_plain
 from shoal.partition.cuts import Ids
 from shoal.partition.skew import skew
 
@@ -53,13 +57,13 @@ class Loader:
     """
 
     def __init__(self, feed: Feed) -> None:
-        check_source(feed.data, feed.global_batch)
+        check_source(feed.data, feed.global_batch, feed.sampler is not None)
         self.feed = feed
         self._picks = Picks(feed)
         self.steps_per_epoch = self._picks.track.per_epoch
         self._prepare = _Fetcher(feed)
         self._ahead: Iterator[Batch] | None = None
-        self._reached = _Reached()
+        self._reached = _FetchedAhead()
         self._expected = -1
         self._peeked: tuple[int, Portion] | None = None
         self.handed = 0
@@ -76,7 +80,8 @@ class Loader:
     def take(self, step: int, part: int | None = None) -> Portion:
         """This worker's portion of step `step`, counted from 0; or another's, or nobody's (-1)."""
         if self._peeked is not None and self._peeked[0] == step and part in (None, self.feed.rank):
-            found, self._peeked = self._peeked[1], None
+            found = self._peeked[1]
+            self._peeked = None
             self.handed = found.own
             return found
         epoch, samples, ids, counts = self._picks.of(step, part)
@@ -87,7 +92,7 @@ class Loader:
         else:
             batches = tuple(
                 [
-                    self._prepare[step, number, some] if len(some) else None
+                    self._prepare[step, number, epoch, some] if len(some) else None
                     for number, some in enumerate(ids, first)
                 ]
             )
@@ -120,6 +125,15 @@ class Loader:
         if self._peeked is not None and self._peeked[0] >= step:
             self._ahead = self._peeked = None
 
+    def checksum(self) -> int:
+        """Of an order that a sampler gives: it has to be the same on every worker."""
+        return self._picks.checksum()
+
+    @property
+    def own_batches(self) -> bool:
+        """Whether a sampler makes whole batches."""
+        return self._picks.own_batches
+
     def steps_until(self, epochs: float) -> int | None:
         """How many steps the run has made when so many epochs are complete; None if that is not known before."""
         return self._picks.track.until(epochs)
@@ -151,7 +165,8 @@ class Loader:
     def _work_ahead(self, step: int) -> Iterator[Batch]:
         # Nothing here leads back to this loader. With a cycle, its processes would be ended by the garbage collector,
         # which keeps it waiting for ten seconds.
-        self._ahead, self._reached = None, _Reached()
+        self._ahead = None
+        self._reached = _FetchedAhead()
         return iter(
             DataLoader(
                 self._prepare,
@@ -159,28 +174,39 @@ class Loader:
                 sampler=_ids_from(copy.copy(self._picks), step, self._reached),
                 num_workers=self.feed.workers,
                 prefetch_factor=_PREFETCH,
+                pin_memory=self.feed.pin_memory,
+                worker_init_fn=partial(_begin_worker, self.feed.worker_init),
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
                 generator=torch.Generator().manual_seed(seeds.derive(self.feed.seed, "loader")),
             )
         )
 
 
-Wanted = tuple[int, int, Ids]
-"""A step, the number of a micro-batch in it, and its samples."""
+def _begin_worker(users: WorkerInit | None, number: int) -> None:
+    """Ctrl-C in a terminal reaches every process; what it means is for the training process to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if users is not None:
+        users(number)
 
 
-class _Reached:
+Wanted = tuple[int, int, int, Ids]
+"""A step, the number of a micro-batch in it, the epoch, and the micro-batch's samples."""
+
+
+class _FetchedAhead:
     """How far processes have been sent ahead."""
 
     step = -1
 
 
-def _ids_from(picks: Picks, step: int, reached: _Reached) -> Iterator[Wanted]:
+def _ids_from(picks: Picks, step: int, reached: _FetchedAhead) -> Iterator[Wanted]:
     """The micro-batches of this worker from a step on, for ever."""
     while True:
         reached.step = step
-        _, _, ids, _ = picks.of(step)
-        yield from ((step, number, some) for number, some in enumerate(ids, picks.feed.first) if len(some))
+        epoch, _, ids, _ = picks.of(step)
+        for number, some in enumerate(ids, picks.feed.first):
+            if len(some):
+                yield step, number, epoch, some
         step += 1
 
 
@@ -189,9 +215,31 @@ class _Fetcher(Dataset[Batch]):
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
+        self._samples = len(feed.data)
+        self._plain = is_plain(feed.data, feed.collate)
+        self._watch = Watch(TorchGenerator(), NumpyGenerator(), PythonGenerator())
 
     def __getitem__(self, wanted: Wanted) -> Batch:
-        step, number, ids = wanted
-        if not is_plain(self._feed.data, self._feed.collate):  # plain tensors draw nothing
-            seeds.set_stream(self._feed.seed, "data", step, number)
-        return fetch(self._feed.data, ids, self._feed.collate)
+        step, number, epoch, tickets = wanted
+        feed = self._feed
+        ids = tickets if feed.sampler is None else tickets % self._samples
+        if self._plain:  # rows of tensors: nothing draws
+            return fetch(feed.data, ids, feed.collate)
+        seeds.set_stream(feed.seed, "data", step, number)
+
+        def read(keyed: Sequence[Generator]) -> Batch:
+            if not keyed:
+                return fetch(feed.data, ids, feed.collate)
+            samples = []
+            for ticket, one in zip(tickets.tolist(), ids.tolist(), strict=True):
+                key = seeds.sample_key(feed.seed, epoch, one, ticket // self._samples)
+                for generator in keyed:
+                    generator.seed(key)
+                samples += fetch_samples(feed.data, [one])
+            if feed.collate is not None:  # draws for a whole micro-batch at once
+                key = seeds.derive(feed.seed, "data", step, number)
+                for generator in keyed:
+                    generator.seed(key)
+            return (feed.collate or default_collate)(samples)
+
+        return self._watch(read)

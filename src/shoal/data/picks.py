@@ -1,4 +1,8 @@
-"""Which samples each step has, and which of them are whose. Numbers only: nothing is fetched here."""
+"""Which samples each step has, and which of them are whose. Numbers only: nothing is fetched here.
+
+The order is the sampler's, if the user gave one, else `GlobalOrder`; a partition that sorts by length sorts the latter
+in windows. A stream is read in order, by `stream.py`, and never comes here.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from shoal.data.cursor import Cursor, Track, short_seed
 from shoal.data.feed import Feed
 from shoal.data.grouped import GroupedOrder
 from shoal.data.order import GlobalOrder
+from shoal.data.sampler import SampledOrder, SampledTrack
 from shoal.data.sharing import Sharing
+from shoal.errors import ConfigError
 from shoal.partition.cuts import Ids
 from shoal.seeds import derive
 
 _AHEAD = 8192
 """Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
+
+Order = GlobalOrder | GroupedOrder | SampledOrder
 
 Cuts = tuple[list[tuple[int, int]], tuple[bool, ...]]
 """Where a worker's micro-batches begin and end in a step, and which of them have samples."""
@@ -33,11 +41,12 @@ class Picks:
         self._samples = len(feed.data)
         self._keys = keys_for(feed.partition, feed.columns, self._samples)
         self.sharing = Sharing(feed.partition.weights(feed.parts))
-        self._order = GlobalOrder(self._samples, feed.seed, feed.shuffle)
+        self._sampled = None if feed.sampler is None else SampledOrder(feed.sampler, self._samples, feed.seed)
+        self._order = self._sampled or GlobalOrder(self._samples, feed.seed, feed.shuffle)
         self._grouped = self._group(feed.global_batch, feed.partition.reach)
-        self._begun: tuple[int, GlobalOrder | GroupedOrder] = (0, self._grouped)
+        self._begun: tuple[int, Order] = (0, self._grouped)
         """The epoch with which the run goes on, and its order; it may be sorted as another run had begun to."""
-        self.track = Track(self._samples, feed.global_batch)
+        self.track = self._track(0, 0, 0)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
         self._cuts: dict[tuple[int, int, int], Cuts | None] = {}
 
@@ -75,15 +84,16 @@ class Picks:
         order = self._order_of(epoch)
         grain, window = (order.grain, order.window) if isinstance(order, GroupedOrder) else (0, 0)
         seed = short_seed(feed.seed)
-        return Cursor(epoch, start, self._samples, seed, feed.global_batch, grain, window, feed.shuffle)
+        samples, shuffle = (self._samples, feed.shuffle) if self._sampled is None else (0, False)
+        return Cursor(epoch, start, samples, seed, feed.global_batch, grain, window, shuffle)
 
     def go_on(self, step: int, cursor: Cursor) -> list[str]:
         """Let step `step` begin at a cursor; what has changed since it was taken, in words."""
         epoch, position = cursor.epoch, cursor.position
-        if position >= self._samples:
+        if position >= self._length(epoch, used=True):
             epoch, position = epoch + 1, 0
         self._begun = (epoch, self._grouped)
-        self.track = Track(self._samples, self.feed.global_batch, step, epoch, position)
+        self.track = self._track(step, epoch, position)
         told = changes(cursor, self.cursor(step))
         if position > 0 and cursor.window and not self.feed.partition.reach:
             told.append(
@@ -95,13 +105,41 @@ class Picks:
         self._window = (0, 0, np.empty(0, dtype=np.int64))
         return told
 
-    def _group(self, grain: int, window: int) -> GlobalOrder | GroupedOrder:
+    def checksum(self) -> int:
+        """Of an order that a sampler gives; 0 of one that follows from the seed."""
+        return 0 if self._sampled is None else self._sampled.checksum()
+
+    def _track(self, step: int, epoch: int, position: int) -> Track | SampledTrack:
+        batch, drop_last = self.feed.global_batch, self.feed.drop_last
+        if self._sampled is not None:
+            return SampledTrack(self._sampled, batch, drop_last, step, epoch, position)
+        return Track(self._length(epoch, used=True), batch, step, epoch, position)
+
+    def _length(self, epoch: int, used: bool = False) -> int:
+        """How many samples an epoch has; `used`: without those of a last batch that is left out."""
+        samples = self._samples if self._sampled is None else self._sampled.length(epoch)
+        return (
+            samples - samples % self.feed.global_batch
+            if used and self.feed.drop_last and not self.own_batches
+            else samples
+        )
+
+    @property
+    def own_batches(self) -> bool:
+        """Whether a sampler makes whole batches."""
+        return self._sampled is not None and self._sampled.own_batches
+
+    def _group(self, grain: int, window: int) -> Order:
         if not window:
             return self._order
+        if isinstance(self._order, SampledOrder):
+            raise ConfigError(
+                "the partition sorts the order of samples by length, and a sampler gives one; leave one of them out."
+            )
         keys = np.arange(self._samples) if self._keys is None else self._keys
         return GroupedOrder(self._order, keys, grain, window)
 
-    def _order_of(self, epoch: int) -> GlobalOrder | GroupedOrder:
+    def _order_of(self, epoch: int) -> Order:
         begun, order = self._begun
         return order if epoch == begun else self._grouped
 
@@ -117,7 +155,8 @@ class Picks:
 
     def _divide(self, step: int, epoch: int, start: int, stop: int) -> list[Ids]:
         ids = self._ids(epoch, start, stop)
-        keys = ids if self._keys is None else self._keys[ids]
+        numbers = ids if self._sampled is None else ids % self._samples
+        keys = numbers if self._keys is None else self._keys[numbers]
         # What is drawn depends on the place in the data, as the samples do.
         seed = derive(self.feed.seed, "partition", epoch, start)
         return self.feed.partition.divide(ids, keys, self.sharing.at(step)[1], seed)
@@ -125,8 +164,9 @@ class Picks:
     def _ids(self, epoch: int, low: int, high: int) -> Ids:
         at, begin, ids = self._window
         if at != epoch or low < begin or high > begin + len(ids):
-            ids = self._order_of(epoch).ids(epoch, low, min(max(high, low + _AHEAD), self._samples))
-            at, begin = epoch, low
+            ids = self._order_of(epoch).ids(epoch, low, min(max(high, low + _AHEAD), self._length(epoch)))
+            at = epoch
+            begin = low
             self._window = (at, begin, ids)
         return ids[low - begin : high - begin]
 

@@ -19,7 +19,8 @@ class Sharing:
     """
 
     def __init__(self, weights: Weights) -> None:
-        self._parts, self._made = len(weights), 0
+        self._parts = len(weights)
+        self._made = 0
         self._changes: list[tuple[int, int, Weights]] = [(0, 0, weights)]
 
     def change(self, step: int, shares: Sequence[float]) -> None:

@@ -2,7 +2,7 @@
 
 Every worker reads the whole stream and keeps its own part of each global batch, so all see the same batches and know
 where an epoch ends without asking each other. A sample's number is its place in the epoch. What the stream draws from
-torch's generator is keyed by that place, so it is the same on every worker and after a restart.
+global generators is keyed by that place, so it is the same on every worker and after a restart.
 
 Limits: everybody reads everything, and a run that goes on reads past what it has used. The order is the stream's own:
 `shuffle` does nothing; `set_epoch`, if there is one, is called so that the stream can shuffle itself. It must be the
@@ -15,23 +15,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import default_collate
 
 from shoal import seeds
 from shoal.data.batch import Batch
 from shoal.data.cursor import Cursor, short_seed
+from shoal.data.draws import Generator, NumpyGenerator, PythonGenerator, Watch
 from shoal.data.feed import Feed, Portion
 from shoal.data.loader import Loader
 from shoal.data.picks import changes
 from shoal.data.sharing import Sharing
-from shoal.data.source import check_source, is_stream
+from shoal.data.source import check_source, is_stream, join
 from shoal.errors import ConfigError
 from shoal.partition.base import OWN
 
 _END = object()
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """What a step begins with: an epoch, and how many samples of it have been used."""
 
     step: int
@@ -62,11 +62,13 @@ class StreamLoader:
         _check(feed)
         self.feed = feed
         self._sharing = Sharing(feed.partition.weights(feed.parts))
-        self._begin = self._at = Place(0, 0, 0)
+        self._begin = self._at = StreamPlace(0, 0, 0)
         self.handed = 0
         """Samples of this worker in the portion that was handed out last."""
         self._samples: Iterator[Any] | None = None
         self._next: Any = _END
+        self._watch = Watch(NumpyGenerator(), PythonGenerator())
+        self._keyed: Sequence[Generator] = ()
 
     def take(self, step: int, part: int | None = None) -> Portion:
         """This worker's portion of step `step`, counted from 0; no other's."""
@@ -74,8 +76,23 @@ class StreamLoader:
             raise ConfigError(
                 "ps hands out parts of steps, and a stream cannot go back for one; use data with len()."
             )
+        before: StreamPlace | None = None
+
+        def read(keyed: Sequence[Generator]) -> Portion:
+            nonlocal before
+            if before is not None:  # again, with what it draws keyed: from the beginning of the epoch
+                self._at = before
+                self._samples = None
+            before = self._at
+            self._keyed = keyed
+            return self._take(step)
+
+        return self._watch(read)
+
+    def _take(self, step: int) -> Portion:
         self._seek(step)
-        feed, at = self.feed, self._at
+        feed = self.feed
+        at = self._at
         samples = self._read()
         ids = np.arange(at.position, at.position + len(samples))
         seed = seeds.derive(feed.seed, "partition", at.epoch, at.position)
@@ -85,20 +102,25 @@ class StreamLoader:
         counts = tuple(len(some) > 0 for some in mine)
         if feed.fill:
             mine = [some or samples[:1] for some in mine]
-        batches = tuple(self._batch(step, number, some) for number, some in enumerate(mine, feed.first))
+        numbers = [part.tolist() or ids[:1].tolist() for part in parts]
+        batches = tuple(
+            self._batch(step, number, some, which)
+            for number, (some, which) in enumerate(zip(mine, numbers, strict=True), feed.first)
+        )
         self.handed = sum(map(len, mine))
         return Portion(at.epoch, len(samples), batches, counts, self.handed, feed.first)
 
     def cursor(self, step: int) -> Cursor:
         """Where the stream stands after `step` steps."""
         self._seek(step)
-        feed, at = self.feed, self._at
+        feed = self.feed
+        at = self._at
         return Cursor(at.epoch, at.position, 0, short_seed(feed.seed), feed.global_batch, shuffle=False)
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
         """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
         cursor = Cursor.from_state(state)
-        self._begin = self._at = Place(step, cursor.epoch, cursor.position)
+        self._begin = self._at = StreamPlace(step, cursor.epoch, cursor.position)
         self._samples = None
         return changes(cursor, self.cursor(step))
 
@@ -125,11 +147,11 @@ class StreamLoader:
         del steps
         return None
 
-    def _batch(self, step: int, number: int, samples: list[Any]) -> Batch | None:
+    def _batch(self, step: int, number: int, samples: list[Any], numbers: list[int]) -> Batch | None:
         if not samples:
             return None
-        seeds.set_stream(self.feed.seed, "data", step, number)
-        return (self.feed.collate or default_collate)(samples)
+        self._key(seeds.derive(self.feed.seed, "data", step, number))
+        return join(samples, numbers, self.feed.collate)
 
     def _seek(self, step: int) -> None:
         """Stand before a step."""
@@ -139,7 +161,8 @@ class StreamLoader:
                 "samples were is not known any more."
             )
         if step < self._at.step:
-            self._at, self._samples = self._begin, None
+            self._at = self._begin
+            self._samples = None
         while self._at.step < step:
             self._read()
 
@@ -153,17 +176,19 @@ class StreamLoader:
             samples.append(self._next)
             position += 1
             self._next = self._pull(epoch, position)
-        self._at = Place(step + 1, epoch, position)
+        self._at = StreamPlace(step + 1, epoch, position)
         if self._next is _END:
-            self._at, self._samples = Place(step + 1, epoch + 1, 0), None
+            self._at = StreamPlace(step + 1, epoch + 1, 0)
+            self._samples = None
         return samples
 
     def _open(self) -> None:
         """Begin an epoch, and read past what has been used of it."""
-        data, (_, epoch, used) = self.feed.data, self._at
+        data = self.feed.data
+        (_, epoch, used) = self._at
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
-        seeds.set_stream(self.feed.seed, "stream", epoch)
+        self._key(seeds.derive(self.feed.seed, "stream", epoch))
         self._samples = iter(data)
         for position in range(used + 1):
             self._next = self._pull(epoch, position)
@@ -175,8 +200,18 @@ class StreamLoader:
 
     def _pull(self, epoch: int, position: int) -> Any:
         assert self._samples is not None
-        seeds.set_stream(self.feed.seed, "stream", epoch, position)
-        return next(self._samples, _END)
+        self._key(seeds.derive(self.feed.seed, "stream", epoch, position))
+        try:
+            return next(self._samples, _END)
+        except Exception as error:
+            error.add_note(f"shoal: this was in sample {position} of epoch {epoch} of the stream.")
+            raise
+
+    def _key(self, key: int) -> None:
+        """torch's generators always: what else the stream draws from is found out."""
+        seeds.continue_from(key)
+        for generator in self._keyed:
+            generator.seed(key)
 
 
 def _check(feed: Feed) -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from shoal.config import fill_options
-from shoal.exchange.base import Exchange
+from shoal.exchange.contract import Exchange
 from shoal.exchange.ddp import Ddp
 from shoal.exchange.diloco import Diloco
 from shoal.exchange.local import Local
@@ -19,7 +19,7 @@ from shoal.exchange.zero2 import Zero2
 from shoal.exchange.zero3 import Zero3
 from shoal.table import Table
 from shoal.types import Call
-from shoal.world.memory import SharedMemoryUnavailable
+from shoal.world.shm.memory import SharedMemoryUnavailable
 
 TABLE: Table[type[Exchange]] = Table(
     "exchange",

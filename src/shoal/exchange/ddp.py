@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import torch
 
-from shoal.exchange.flat import FlatExchange
-from shoal.exchange.slices import SliceSums, zeros_for
-from shoal.types import Memory, Promise
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
+from shoal.exchange.buckets.bucket_cost import (
+    agreement_cost,
+    buckets_of,
+    bytes_of,
+    held_cost,
+    reductions,
+    shapes_of,
+    whole_state,
+)
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.exchange.buckets.shard_sums import SliceSums, zeros_for
+from shoal.exchange.reduce.reduce_cost import reduction_cost
+from shoal.exchange.setup import BucketOptions
+from shoal.types import Promise
 from shoal.world.buckets import Bucket
+from shoal.world.mesh import Mesh
 from shoal.world.world import Handle
 
 
-class Ddp(FlatExchange):
+class Ddp(BucketedExchange):
     """Each full bucket is all-reduced; every worker updates everything."""
 
     promise = Promise.EXACT
+    takes_own_step = True
     compresses = True
     summary = "whole model everywhere, gradients all-reduced"
     whole_updates = True
@@ -48,14 +63,20 @@ class Ddp(FlatExchange):
     def reduced(self, bucket: Bucket) -> torch.Tensor:
         return self._gradients[bucket.index]
 
-    def publish(self) -> None:
+    def hand_out(self) -> None:
         if self._sums is not None:
             self._sums.reset()
 
     @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        del workers
-        each = parameters * itemsize
-        return Memory(each, each, each * state_per_parameter)
+    def cost(
+        cls, options: BucketOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        buckets = buckets_of(profile, mesh.data.size, options.bucket_mb)
+        nbytes = bytes_of(buckets)
+        sums = nbytes // mesh.data.size if profile.deterministic and compressor is None else 0
+        times = reductions(profile, compressor is not None)
+        return (
+            held_cost(profile, nbytes, nbytes + sums, whole_state(profile))
+            + reduction_cost(mesh.data, compressor, buckets, shapes_of(profile), False).repeated(times)
+            + agreement_cost(profile, mesh.data, mesh.data, mesh)
+        )

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
 from shoal.errors import ConfigError
-from shoal.exchange.outer import Fragments, Outer
-from shoal.exchange.periodic import Periodic, PeriodicOptions
+from shoal.exchange.periodic.outer_step import Fragments, Outer
+from shoal.exchange.periodic.periodic_exchange import Periodic, PeriodicOptions
 from shoal.exchange.setup import Setup
+from shoal.world.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,15 @@ class Diloco(Periodic):
 
     summary = "every worker trains on its own for long; an outer optimizer with momentum joins them"
     bound = 0.15
-    extra = 3
     Options = DilocoOptions
 
     def __init__(self, setup: Setup, options: DilocoOptions) -> None:
         super().__init__(setup, options, Outer(options.lr, options.momentum), options.cut)
+
+    @classmethod
+    def cost(
+        cls, options: DilocoOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        return cls.periodic_cost(
+            options, Outer(options.lr, options.momentum), options.cut, profile, mesh, compressor
+        )

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.exchange.outer import Fragments, Outer
-from shoal.exchange.periodic import Periodic, PeriodicOptions
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
+from shoal.exchange.periodic.outer_step import Fragments, Outer
+from shoal.exchange.periodic.periodic_exchange import Periodic, PeriodicOptions
 from shoal.exchange.setup import Setup
+from shoal.world.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,13 @@ class Local(Periodic):
 
     summary = "every worker trains on its own; now and then parameters are averaged"
     bound = 0.1
-    extra = 2
     Options = LocalOptions
 
     def __init__(self, setup: Setup, options: LocalOptions) -> None:
         super().__init__(setup, options, Outer(), Fragments())
+
+    @classmethod
+    def cost(
+        cls, options: LocalOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        return cls.periodic_cost(options, Outer(), Fragments(), profile, mesh, compressor)

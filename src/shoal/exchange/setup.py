@@ -37,7 +37,7 @@ class Setup:
     accumulate: int = 1
     deterministic: bool = False
     model_world: World = field(default_factory=World.alone)
-    """Those who hold one model between them; `world` is those who hold the same parameters for other samples."""
+    """The ranks that hold one model between them; `world` holds ranks with the same parameters and other samples."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """How much of each parameter counts here for the norm of the whole model; what is not named counts fully."""
     mesh: DeviceMesh | None = None
@@ -45,7 +45,7 @@ class Setup:
     blocks: Sequence[str] = ()
     """The names of the whole model's blocks; some of them may be in other stages."""
     root: nn.Module | None = None
-    """What runs in place of the model: the stage of a pipeline, which has the model inside."""
+    """The module that runs in place of the model: a pipeline stage, which has the model inside."""
     peers: World | None = None
     """The same workers as `world`, joined by a group; None where they are not."""
     order: Sequence[str] = ()
@@ -55,6 +55,6 @@ class Setup:
     seed: int = 0
     """Of the run: rows that nobody has changed yet follow from it."""
     compressor: Compressor | None = None
-    """What gradients go through on their way; None: they travel as they are."""
+    """The compressor of gradients; None: they travel as they are."""
     values: Callable[[str], torch.Tensor] | None = None
     """Where the model is on the meta device: the initial value of one of its parameters or buffers."""

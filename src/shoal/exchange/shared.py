@@ -11,32 +11,61 @@ When to use: CPU training, always, unless the optimizer must see whole parameter
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
 from shoal.errors import ConfigError
-from shoal.exchange.flat import FlatExchange
+from shoal.exchange.buckets.bucket_cost import (
+    adds_slices,
+    agreement_cost,
+    barrier_bytes,
+    buckets_of,
+    bytes_of,
+    held_cost,
+    reductions,
+    slice_state,
+)
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.exchange.buckets.shard_sums import SliceSums, zeros_for
 from shoal.exchange.setup import BucketOptions, Setup
-from shoal.exchange.slices import SliceSums, zeros_for
-from shoal.types import Memory, Promise
+from shoal.types import Promise
 from shoal.world.buckets import Bucket
-from shoal.world.hosts import ranks_by_host
-from shoal.world.memory import SharedMemoryUnavailable, SharedRegion
-from shoal.world.shm import SharedMemoryGroup
+from shoal.world.hosts import group_ranks, ranks_by_host
+from shoal.world.mesh import Mesh
+from shoal.world.shm.backend import SharedMemoryGroup
+from shoal.world.shm.memory import SharedMemoryUnavailable, SharedRegion
+from shoal.world.traffic import ring_bytes, share_of
 from shoal.world.world import DONE, Handle, World
 
 
-class Shared(FlatExchange):
+class Shared(BucketedExchange):
     """Gradients are summed where they lie; each worker updates its slice of the host's one model."""
 
     promise = Promise.EXACT
+    takes_own_step = True
+    one_copy = True
     summary = "one copy of the model per host, in shared memory"
 
     def __init__(self, setup: Setup, options: BucketOptions) -> None:
         if setup.world.device.type != "cpu":
             raise ConfigError("shared keeps the model in host memory; on cards use ddp, zero1 or zero2.")
-        hosts = ranks_by_host(setup.world, "shared")
-        self._across = setup.world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
-        super().__init__(setup, options, owners=setup.world.cut(hosts))
+        super().__init__(setup, options)
+
+    def connect(self, world: World) -> None:
+        super().connect(world)
+        hosts = ranks_by_host(world, "shared")
+        self._across = world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
+        """The owners of the same slice, one on each host."""
+        self.owners = world.cut(hosts)
+
+    def abort(self) -> None:
+        super().abort()
+        for smaller in (self.owners, self._across):
+            smaller.abort()
 
     def allocate(self) -> list[torch.Tensor]:
         self._sums = SliceSums(self.buckets, self.owners.size, self.world.device) if self.each else None
@@ -72,9 +101,24 @@ class Shared(FlatExchange):
         start, stop = self.ranges[bucket.index]
         return self._gradients[bucket.index][start:stop]
 
-    def publish(self) -> None:
+    def hand_out(self) -> None:
         if self._sums is not None:
             self._sums.reset()
+        self.owners.barrier()
+
+    @contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """Each worker changes a copy of its own; then everybody takes its slice of it over."""
+        views = {name: p.detach() for name, p in self.trained.items()}
+        for name, view in views.items():
+            self.trained[name].data = view.clone()
+        yield
+        self.owners.barrier()  # nobody computes with the one copy any more
+        for piece, target in self.pieces:
+            changed = self.trained[piece.name].detach().reshape(-1)
+            target.copy_(changed[piece.offset : piece.offset + piece.numel])
+        for name, view in views.items():
+            self.trained[name].data = view
         self.owners.barrier()
 
     def _vectors(self, name: str) -> list[torch.Tensor]:
@@ -97,11 +141,26 @@ class Shared(FlatExchange):
         return vectors
 
     @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        each = parameters * itemsize
-        return Memory(each / workers, each, each * state_per_parameter / workers)
+    def cost(
+        cls, options: BucketOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        """Of the host's one copy of the parameters, a worker's share."""
+        del compressor
+        hosts = group_ranks(mesh.data.hosts)
+        place = next(ranks for ranks in hosts if mesh.data.rank in ranks)
+        owners = World(place.index(mesh.data.rank), len(place), mesh.data.device, [""] * len(place))
+        buckets = buckets_of(profile, owners.size, options.bucket_mb)
+        slices = bytes_of(buckets) // owners.size
+        sums, times = adds_slices(profile, compressed=False), reductions(profile, compressed=False)
+        across = sum(ring_bytes(bucket.nbytes // owners.size, len(hosts)) for bucket in buckets)
+        summed = sum(share_of(bucket.nbytes, owners.size) for bucket in buckets) + across
+        barriers = (1 + sums * times) * barrier_bytes(owners.size)
+        gradients = bytes_of(buckets) + sums * slices
+        return (
+            held_cost(profile, slices, gradients, slice_state(profile, buckets, owners))
+            + Cost(wire={"data": times * summed + barriers})
+            + agreement_cost(profile, mesh.data, owners, mesh)
+        )
 
 
 class _Then:
@@ -113,6 +172,7 @@ class _Then:
         def start(_: object) -> None:
             self._second = across.all_reduce(out)
 
+        # Not in `wait`: the sum between hosts would begin only after backward, and hide behind nothing.
         self._first = work.get_future().then(start)
 
     def wait(self) -> None:

@@ -9,28 +9,40 @@ from collections.abc import Mapping
 
 import torch
 
-from shoal.exchange.base import (
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
+from shoal.exchange.buckets.bucket_cost import (
+    held_cost,
+    whole_state,
+)
+from shoal.exchange.buckets.norms import sum_of_squares
+from shoal.exchange.contract import (
     Exchange,
-    Held,
+    LocalShard,
     State,
+    StepView,
     Tally,
     back_propagate,
+    back_propagate_into,
     detached,
     trainable,
 )
-from shoal.exchange.norms import sum_of_squares
-from shoal.exchange.rowlines import Beside
+from shoal.exchange.embeddings.back_ends import Beside
+from shoal.exchange.embeddings.embedding_tables import Tables
 from shoal.exchange.setup import NoOptions, Setup
-from shoal.exchange.tables import Tables
 from shoal.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
-from shoal.server.description import settings_of
-from shoal.types import Memory, Promise
+from shoal.server.protocol.dense_messages import NamedParts, UpdateArguments
+from shoal.server.protocol.optimizer_description import settings_of
+from shoal.types import Promise
+from shoal.world.mesh import Mesh
+from shoal.world.world import World
 
 
 class Solo(Exchange):
     """Plain torch: gradients where autograd puts them, the optimizer on the parameters themselves."""
 
     promise = Promise.EXACT
+    takes_own_step = True
     summary = "one process alone"
     Options = NoOptions
     keeps_rows = True
@@ -52,12 +64,9 @@ class Solo(Exchange):
 
     order: tuple[str, ...] = ()
 
-    def first_part(self, step: int, own: int) -> int:
-        self._step = step
-        return own
-
-    def begin(self) -> None:
-        pass
+    def begin(self, view: StepView) -> None:
+        self._step = view.step
+        self._forget()  # what other backward passes have left at the parameters between two steps
 
     def lay_out_again(self, order: list[str]) -> None:
         del order  # nothing is laid out: every tensor is where torch put it
@@ -66,6 +75,9 @@ class Solo(Exchange):
         del last
         back_propagate(loss, weight)
         self.tables.take(counts=weight != 0.0)
+
+    def add_term(self, loss: torch.Tensor | None, weight: float, retain_graph: bool) -> None:
+        back_propagate_into(self._parameters.values(), loss, weight, retain_graph)
 
     def collect(self) -> None:
         pass  # gradients stay where autograd puts them
@@ -78,21 +90,42 @@ class Solo(Exchange):
         self.tables.stage((self._step, 0))
         return tally
 
-    def norm(self) -> float:
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor], weight: float) -> None:
+        for name, gradient in gradients.items():
+            p = self._parameters[name]
+            p.grad = gradient * weight if p.grad is None else p.grad + gradient * weight
+
+    def grad_norm(self) -> float:
         return float((sum_of_squares(self._held()) + self.tables.own_squares()) ** 0.5)
 
-    def update(self, factor: float, limit: float | None) -> None:
+    def apply(self, factor: float, clamp: float | None) -> None:
         if self.tables:
-            args = {"factor": factor, "limit": limit, "settings": settings_of(self.optimizer)}
-            self.tables.send("apply", self._step, {**args, **self._named_part()})
-        step_scaled(self.optimizer, self._held, factor, limit)
+            settings = settings_of(self.optimizer)
+            args: UpdateArguments = {
+                "parts": [[0, 1]],
+                "floor": self._step + 1,
+                "factor": factor,
+                "limit": clamp,
+                "settings": settings,
+            }
+            self.tables.send("apply", self._step, args)
+        step_scaled(self.optimizer, self._held, factor, clamp)
         self._forget()
 
-    def drop(self) -> None:
+    def publish(self) -> None:
+        pass  # nobody else has a copy
+
+    def discard(self) -> None:
         self.tables.send("drop", self._step, self._named_part())
         self._forget()
 
-    def _named_part(self) -> dict[str, object]:
+    def abort(self) -> None:
+        self.discard()  # nobody else is there to be lost
+
+    def reopen(self, world: World, model_world: World) -> None:
+        del world, model_world
+
+    def _named_part(self) -> NamedParts:
         """A step has one part here, and with it all steps before the next are over."""
         return {"parts": [[0, 1]], "floor": self._step + 1}
 
@@ -103,8 +136,11 @@ class Solo(Exchange):
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad.clone() for name, p in self._parameters.items() if p.grad is not None}
 
-    def targets(self) -> list[Held]:
-        return [Held(name, 0, p) for name, p in self._parameters.items()]
+    def gradient_shards(self) -> list[LocalShard]:
+        return [LocalShard(name, 0, p.grad) for name, p in self._parameters.items() if p.grad is not None]
+
+    def optimizer_shards(self) -> list[LocalShard]:
+        return [LocalShard(name, 0, p) for name, p in self._parameters.items()]
 
     def optimizer_state(self) -> State:
         state = self.optimizer.state
@@ -115,12 +151,12 @@ class Solo(Exchange):
             self.optimizer.state[self._parameters[name]] = detached(entries)
 
     @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        del workers
-        each = parameters * itemsize
-        return Memory(each, each, each * state_per_parameter)
+    def cost(
+        cls, options: NoOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        del options, mesh, compressor
+        learning = sum(p.nbytes for p in profile.trained)
+        return held_cost(profile, learning, learning, whole_state(profile))
 
     def _held(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]

@@ -6,19 +6,38 @@ When to use: optimizer state is what does not fit. Adam with N workers: 8 + 8/N 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shoal.exchange.flat import FlatExchange
-from shoal.exchange.slices import SliceSums, zeros_for
-from shoal.types import Memory, Promise
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile
+from shoal.exchange.buckets.bucket_cost import (
+    adds_slices,
+    agreement_cost,
+    buckets_of,
+    bytes_of,
+    held_cost,
+    reductions,
+    shapes_of,
+    slice_state,
+)
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.exchange.buckets.shard_sums import SliceSums, zeros_for
+from shoal.exchange.reduce.reduce_cost import reduction_cost
+from shoal.exchange.setup import BucketOptions
+from shoal.types import Promise
 from shoal.world.buckets import Bucket
-from shoal.world.world import Handle
+from shoal.world.mesh import Mesh
+from shoal.world.traffic import share_of
+from shoal.world.world import Handle, World
 
 
-class Zero1(FlatExchange):
+class Zero1(BucketedExchange):
     """Each full bucket is reduce-scattered in place; a worker updates its slice; parameters are all-gathered."""
 
     promise = Promise.EXACT
+    takes_own_step = True
     compresses = True
     summary = "optimizer state cut over the workers"
 
@@ -41,7 +60,7 @@ class Zero1(FlatExchange):
     def reduced(self, bucket: Bucket) -> torch.Tensor:
         return self._mine(bucket) if self._sums is None else self._sums.of(bucket)
 
-    def publish(self) -> None:
+    def hand_out(self) -> None:
         if self._sums is not None:
             self._sums.reset()
         gather_parameters(self)
@@ -51,14 +70,22 @@ class Zero1(FlatExchange):
         return self._gradients[bucket.index][start:stop]
 
     @classmethod
-    def memory(
-        cls, parameters: float, workers: int, state_per_parameter: int = 2, itemsize: int = 4
-    ) -> Memory:
-        each = parameters * itemsize
-        return Memory(each, each, each * state_per_parameter / workers)
+    def cost(
+        cls, options: BucketOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        buckets = buckets_of(profile, mesh.data.size, options.bucket_mb)
+        nbytes = bytes_of(buckets)
+        sums = nbytes // mesh.data.size if adds_slices(profile, compressor is not None) else 0
+        times = reductions(profile, compressor is not None)
+        return (
+            held_cost(profile, nbytes, nbytes + sums, slice_state(profile, buckets, mesh.data))
+            + reduction_cost(mesh.data, compressor, buckets, shapes_of(profile), True).repeated(times)
+            + gather_cost(buckets, mesh.data)
+            + agreement_cost(profile, mesh.data, mesh.data, mesh)
+        )
 
 
-def gather_parameters(exchange: FlatExchange) -> None:
+def gather_parameters(exchange: BucketedExchange) -> None:
     """Every worker gets every other's updated slice. The first layers' buckets, needed first, go first."""
     handles = [
         exchange.world.all_gather(vector, vector[start:stop])
@@ -66,3 +93,8 @@ def gather_parameters(exchange: FlatExchange) -> None:
     ]
     for handle in handles:
         handle.wait()
+
+
+def gather_cost(buckets: Sequence[Bucket], world: World) -> Cost:
+    """One all-gather of all parameters."""
+    return Cost(wire={"data": sum(share_of(bucket.nbytes, world.size) for bucket in buckets)})

@@ -11,20 +11,44 @@ torch's FSDP2 (`fully_shard`) does the cutting; docs/concepts/zero3.md says what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import nn
 
-from shoal.exchange.base import Exchange, Held, State, Tally, back_propagate, trainable
-from shoal.exchange.gathers import Gathers
-from shoal.exchange.here import local, local_gradient
-from shoal.exchange.norms import root_of_sum, sum_of_squares
-from shoal.exchange.rows import Rows, watch
-from shoal.exchange.scatters import Scatters
+from shoal.compress.base import Compressor
+from shoal.cost import Cost, ModelProfile, ParameterProfile
+from shoal.errors import ConfigError
+from shoal.exchange.buckets.bucket_cost import agreement_cost
+from shoal.exchange.buckets.norms import root_of_sum, sum_of_squares
+from shoal.exchange.contract import (
+    Exchange,
+    LocalShard,
+    State,
+    StepView,
+    Tally,
+    back_propagate,
+    check_members,
+    check_not_torn,
+    trainable,
+)
+from shoal.exchange.fsdp.all_gather import Gathers
+from shoal.exchange.fsdp.reduce_scatter import Scatters
+from shoal.exchange.fsdp.row_shards import RowShards, watch
+from shoal.exchange.fsdp.unit_cost import (
+    cut_and_whole,
+    gathered_at_once,
+    padded_bytes,
+    replica_traffic,
+    rows_held,
+    unit_sizes,
+    unit_traffic,
+)
+from shoal.exchange.fsdp.units import Unit, UnitOptions, axes_of, can_be_cut, cut_into_units, make_real
+from shoal.exchange.local_tensor import local, local_gradient
 from shoal.exchange.setup import Setup
-from shoal.exchange.units import Unit, UnitOptions, axes_of, cut_into_units, make_real
 from shoal.optimizer import (
     make_optimizer,
     move_optimizer,
@@ -33,7 +57,10 @@ from shoal.optimizer import (
     refuse_unless_elementwise,
     step_scaled,
 )
-from shoal.types import Memory, Promise
+from shoal.types import Promise
+from shoal.world.mesh import Mesh
+from shoal.world.traffic import ring_bytes
+from shoal.world.world import World
 
 
 class Zero3(Exchange):
@@ -48,10 +75,13 @@ class Zero3(Exchange):
 
     def __init__(self, setup: Setup, options: UnitOptions) -> None:
         root = setup.root or setup.model
-        self.module, self.world = setup.model, setup.world
-        self._model_world, self._shares = setup.model_world, setup.shares
+        self.module = setup.model
+        self.world = setup.world
+        self._model_world = setup.model_world
+        self._shares = setup.shares
         self._owners, self._replicas = axes_of(setup)
-        """Those among whom everything is cut, and those who hold the same rows."""
+        self._gather_world = self._owners
+        """The group for all-gathers. Parameters are cut over `_owners`; workers of `_replicas` hold the same rows."""
         # A pipeline runs forward for many micro-batches before the first backward: there, units stay gathered.
         reshard = options.reshard and setup.root is None
         self._units: list[Unit] = []
@@ -59,13 +89,15 @@ class Zero3(Exchange):
             self._units = cut_into_units(root, setup, replace(options, reshard=reshard))
         if setup.values is not None:
             make_real(root, torch.device("cpu") if options.offload else setup.world.device)
-        self._rows = Rows(self._units, setup.model, self._owners, setup.shares)
+        self._rows = RowShards(self._units, setup.model, self._owners, setup.shares)
         if setup.values is not None:
             self._rows.fill(setup.model, setup.values)
         self._prepare_optimizer(setup)
         self._used: dict[str, bool] = {}
         self._gradients: dict[str, torch.Tensor] = {}
-        """Of what is here of each parameter."""
+        """The gradient of this worker's rows, by parameter."""
+        self._added: list[str] = []
+        """Parameters in `_gradients` whose gradient came through `add_gradients` alone."""
         self._counting = True
         """False while a micro-batch is computed that holds no samples."""
         self._gathers: Gathers | None = None
@@ -91,11 +123,13 @@ class Zero3(Exchange):
 
     def _open_line(self, reshard: bool) -> None:
         # Two groups, because workers may come to a gather and to a sum in different orders.
-        self._gathers = Gathers(self._units, self._owners.apart(), reshard)
+        self._gather_world = self._owners.new_group()
+        self._gathers = Gathers(self._units, self._gather_world, reshard)
         self._scatters = Scatters(self._units, self._gathers, self._owners, self._at_once)
         self._agreed = False
         self._watching = False
-        root: Any = self._units[-1].module
+        root = self._units[-1].module
+        assert isinstance(root, nn.Module)
         root.register_forward_hook(self._watch_gathered)
         for name, part in self._rows.parts.items():
             if name in self._learning and not self._at_once:
@@ -103,8 +137,8 @@ class Zero3(Exchange):
 
     # Who had a gradient, and where it is
 
-    def _watch_gathered(self, module: Any, inputs: Any, output: Any) -> None:
-        """What the model computes with exists from the end of the first forward pass on."""
+    def _watch_gathered(self, module: object, inputs: object, output: object) -> None:
+        """Watch the gathered parameters, which exist from the end of the first forward pass on."""
         del module, inputs, output
         if not self._watching:
             self._watching = True
@@ -114,28 +148,28 @@ class Zero3(Exchange):
 
     # Hooks live as long as their tensors, where no garbage collector sees them: they must not keep us alive.
 
-    def _noticing(self, name: str) -> Any:
+    def _noticing(self, name: str) -> Callable[[torch.Tensor], None]:
         watcher = weakref.ref(self)
 
         def hook(tensor: torch.Tensor) -> None:
-            here = watcher()
-            if here is not None and here._counting:
-                here._used[name] = True
+            owner = watcher()
+            if owner is not None and owner._counting:
+                owner._used[name] = True
             if tensor.grad is not None and tensor.grad.is_sparse:
                 tensor.grad = tensor.grad.to_dense()
 
         return hook
 
-    def _keeping(self, name: str) -> Any:
+    def _keeping(self, name: str) -> Callable[[torch.Tensor], None]:
         watcher = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
             # Memory in which the sum will be. Taken away, or FSDP2 would add the next one to it too early.
-            here = watcher()
-            if here is None:
+            owner = watcher()
+            if owner is None:
                 return
             assert parameter.grad is not None
-            here._gradients.setdefault(name, local(parameter.grad))
+            owner._gradients.setdefault(name, local(parameter.grad))
             parameter.grad = None
 
         return hook
@@ -145,13 +179,14 @@ class Zero3(Exchange):
     def lay_out_again(self, order: list[str]) -> None:
         del order  # nothing is laid out: each parameter is cut by its own rows
 
-    def begin(self) -> None:
+    def begin(self, view: StepView) -> None:
+        del view
         if self._gathers is not None and not self._agreed and self._watching:
             self._gathers.take_order(self.world.gather_values(self._gathers.seen))
             self._agreed = True
         for unit in self._units:
             unit.reshard()  # an evaluation leaves the root gathered
-        self.drop()
+        self.discard()
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         del last
@@ -162,17 +197,27 @@ class Zero3(Exchange):
             self._gathers.close_backward()
             self._scatters.settle()
 
-    def before_reduction(self) -> None:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for unit in self._units:  # an evaluation has no backward pass, which would leave rows
+                unit.reshard()
+
+    def before_reduce(self) -> None:
         # Backward passes in two parts go past all hooks; but now, those that have a gradient have it still.
         for name in self._learning:
             self._used[name] = self._used.get(name, False) or self._rows.has_gradient(name)
         self._agree(Tally(0.0, 0.0))
 
-    def left(self, name: str) -> torch.Tensor | None:
-        return super().left(name) if self._used.get(name) else None  # FSDP2 leaves zeros where there is none
+    def get_grad(self, name: str) -> torch.Tensor | None:
+        return (
+            super().get_grad(name) if self._used.get(name) else None
+        )  # FSDP2 leaves zeros where there is none
 
-    def leave(self, name: str, gradient: torch.Tensor | None) -> None:
-        super().leave(name, gradient)
+    def set_grad(self, name: str, gradient: torch.Tensor | None) -> None:
+        super().set_grad(name, gradient)
         self._used[name] = gradient is not None
 
     def collect(self) -> None:
@@ -197,20 +242,31 @@ class Zero3(Exchange):
                 handles.append(self.world.all_reduce(self._gradients[name]))
         if self._at_once:
             self._take_gradients()
+        # After the sum over the owners: between replicas only rows travel, and once a step.
         handles += [self._replicas.all_reduce(rows) for rows in self._sums()]
         for handle in handles:
             handle.wait()
         return agreed
 
     def _take_gradients(self) -> None:
-        """Where FSDP2 has put them."""
+        """Take the gradients from where FSDP2 has put them."""
         for name in self._having():
             if name in self._rows.parts:
                 gradient = self._rows.parts[name].parameter.grad
                 held = self._rows.parts[name].held
                 self._gradients[name] = torch.zeros_like(held) if gradient is None else local(gradient)
 
-    def norm(self) -> float:
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor], weight: float) -> None:
+        for name, gradient in gradients.items():
+            mine = self._rows.mine(name, gradient)
+            if self._used.get(name) or name in self._gradients:
+                self._gradients[name].add_(mine, alpha=weight)
+            else:  # in no sum of a unit
+                self._gradients[name] = mine * weight
+                self._added.append(name)
+            self._used[name] = True
+
+    def grad_norm(self) -> float:
         squares = 0.0
         for name in self._having():
             # What is not cut is the same on every owner: one of them counts it.
@@ -218,13 +274,16 @@ class Zero3(Exchange):
                 squares += self._shares.get(name, 1.0) * sum_of_squares([self._gradients[name]])
         return root_of_sum(squares, self._owners, self._model_world)
 
-    def update(self, factor: float, limit: float | None) -> None:
+    def apply(self, factor: float, clamp: float | None) -> None:
         for name in self._having():
             self._targets[name].grad = self._gradients[name]  # others keep None, which optimizers pass over
-        step_scaled(self.optimizer, self._held, factor, limit)
-        self.drop()
+        step_scaled(self.optimizer, self._held, factor, clamp)
+        self.discard()
 
-    def drop(self) -> None:
+    def publish(self) -> None:
+        pass  # others gather the new values when they need them
+
+    def discard(self) -> None:
         for target in self._targets.values():
             target.grad = None
         for p in self._rows.whole.values():
@@ -234,6 +293,32 @@ class Zero3(Exchange):
         if self._scatters is not None:
             self._scatters.sums.clear()
         self._used, self._gradients = {}, {}
+        self._added.clear()
+
+    def abort(self) -> None:
+        for world in (self.world, self._owners, self._replicas, self._gather_world):
+            world.abort()
+        if self._scatters is not None:
+            self._scatters.abandon()
+        for unit in self._units:
+            unit.abandon()
+        self.discard()
+
+    def reopen(self, world: World, model_world: World) -> None:
+        check_members(self.world, world)
+        check_not_torn(world, applied=False)  # what was applied is seen by everybody who gathers it
+        if self._replicas.size > 1:
+            raise ConfigError(
+                "zero3 in several replicas cannot go on with other groups yet; start from a checkpoint."
+            )
+        self.world = world
+        self._model_world = model_world
+        self._owners = world if self._units else self._owners
+        self._rows.world = self._owners
+        if self._gathers is not None and self._scatters is not None:
+            self._gather_world = self._owners.new_group()
+            self._gathers.reopen(self._gather_world)
+            self._scatters.reopen(self._owners)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: self._rows.join(name, self._gradients[name]) for name in self._having()}
@@ -242,12 +327,15 @@ class Zero3(Exchange):
         names = [name for name, _ in self.module.named_parameters()]
         return {name: self._rows.join(name, self._rows.of(name)) for name in names}
 
-    def held(self) -> list[Held]:
+    def parameter_shards(self) -> list[LocalShard]:
         for unit in self._units:  # an evaluation leaves copies, which would be old if somebody fills the rows
             unit.reshard()
         return [self._rows.held(name) for name, _ in self.module.named_parameters()]
 
-    def targets(self) -> list[Held]:
+    def gradient_shards(self) -> list[LocalShard]:
+        return [replace(self._rows.held(name), tensor=self._gradients[name]) for name in self._having()]
+
+    def optimizer_shards(self) -> list[LocalShard]:
         held = [replace(self._rows.held(name), tensor=t) for name, t in self._targets.items()]
         return [one for one in held if one.tensor.numel() or one.name in self._rows.whole]
 
@@ -258,18 +346,40 @@ class Zero3(Exchange):
         self._rows.load_state(self.optimizer, self._targets, state)
 
     @classmethod
-    def memory(
-        cls,
-        parameters: float,
-        workers: int,
-        state_per_parameter: int = 2,
-        itemsize: int = 4,
-        largest_unit: float | None = None,
-    ) -> Memory:
-        """As for every exchange; `largest_unit` is its number of parameters, an eighth of the model if not given."""
-        each = parameters * itemsize / workers
-        unit = (parameters / 8 if largest_unit is None else largest_unit) * itemsize
-        return Memory(each, each, each * state_per_parameter, 4 * unit if workers > 1 else 0.0)
+    def cost(
+        cls, options: UnitOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+    ) -> Cost:
+        del compressor
+        shards = mesh.data.size // options.replicas
+        rank = mesh.data.rank % shards
+        cut, whole = cut_and_whole(profile, shards)
+        units = unit_sizes(profile, cut, shards, options.gather)
+        held = {p.name: rows_held(p, shards, rank) for p in cut} | {p.name: p.numel for p in whole}
+        learning = [p for p in cut if p.trained]
+        rows = [held[p.name] * p.dtype.itemsize for p in learning]
+        others = [p.nbytes for p in whole if p.trained]
+        resident = {
+            "parameters": sum(padded_bytes(p, shards) for p in cut) + sum(p.nbytes for p in whole),
+            "buffers": profile.buffers,
+            "gradients": sum(padded_bytes(p, shards) for p in learning) + sum(others),
+            "optimizer": sum(p.state_of(held[p.name]) for p in profile.trained if held[p.name]),
+            "working": gathered_at_once(units, options.reshard and profile.stages is None),
+        }
+        sent = sum(ring_bytes(nbytes, mesh.data.size) for nbytes in others)
+        sent += unit_traffic(profile, units, shards, options)
+        sent += replica_traffic(profile, units, rows, shards, options.replicas)
+        owners = World(rank, shards, mesh.data.device, [""] * shards)
+        agreement = agreement_cost(profile, mesh.data, owners, mesh)
+        if profile.stages is not None:  # who had a gradient is asked before gradients are summed, too
+            agreement += agreement_cost(replace(profile, norm=False), mesh.data, owners, mesh)
+        return Cost(resident, {"data": sent}) + agreement
+
+    @classmethod
+    def elements_held(cls, options: UnitOptions, parameter: ParameterProfile, mesh: Mesh) -> int:
+        shards = mesh.data.size // options.replicas
+        if shards == 1 or not can_be_cut([parameter])[0]:
+            return parameter.numel
+        return rows_held(parameter, shards, mesh.data.rank % shards)
 
     def _having(self) -> list[str]:
         """The parameters that had a gradient somewhere."""
@@ -282,4 +392,7 @@ class Zero3(Exchange):
         return [self._gradients[name] for name in self._having() if name in self._rows.parts]
 
     def _held(self) -> list[torch.Tensor]:
-        return self._sums() + [self._gradients[n] for n in self._having() if n in self._rows.whole]
+        sums = self._sums()
+        if self._scatters is not None and not self._at_once:
+            sums += [self._gradients[name] for name in self._added if name in self._rows.parts]
+        return sums + [self._gradients[n] for n in self._having() if n in self._rows.whole]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shoal.config import fill_options, parse_call
 from shoal.partition.base import Partition
-from shoal.partition.block import Block
-from shoal.partition.bucket import Bucket
+from shoal.partition.block import BlockPartition
+from shoal.partition.bucket import BucketPartition
 from shoal.partition.consistent import Consistent
 from shoal.partition.feature import Feature
 from shoal.partition.hash import Hash
@@ -17,13 +17,13 @@ from shoal.table import Table
 TABLE: Table[type[Partition]] = Table(
     "partition",
     {
-        "block": Block,
+        "block": BlockPartition,
         "sequential": Sequential,
         "roundrobin": RoundRobin,
         "random": Random,
         "hash": Hash,
         "feature": Feature,
-        "bucket": Bucket,
+        "bucket": BucketPartition,
         "consistent": Consistent,
     },
 )
@@ -33,7 +33,7 @@ def make_partition(text: str) -> Partition:
     """The partition that a text names, with its options.
 
     >>> make_partition("bucket(tokens, window=16)")
-    Bucket(length='tokens', window=16, shares='')
+    BucketPartition(length='tokens', window=16, shares='')
     >>> make_partition("block(shares=2/1/1)").weights(parts=6).tolist()
     [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     """

@@ -14,7 +14,7 @@ from shoal.partition.cuts import Ids, Weights, cut, stretches
 
 
 @dataclass(frozen=True)
-class Block(Partition):
+class BlockPartition(Partition):
     """Contiguous blocks of the order as it comes."""
 
     summary: ClassVar[str] = "contiguous blocks of the order as it comes"

@@ -23,7 +23,7 @@ MOST_BATCHES = 2**20
 
 
 @dataclass(frozen=True)
-class Bucket(Partition):
+class BucketPartition(Partition):
     """Samples of like length meet, in the order and in the parts of a batch."""
 
     summary: ClassVar[str] = "by length, so that micro-batches need little padding"

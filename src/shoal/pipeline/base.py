@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shoal.cost import Cost, StageProfile
 from shoal.errors import ConfigError
 from shoal.types import Promise
 
 
-class Kind(enum.Enum):
+class ActionKind(enum.Enum):
     """What is computed. A backward pass is B, or I and later W."""
 
     F = "forward"
@@ -28,12 +29,12 @@ class Kind(enum.Enum):
 class Action:
     """One stage's work on one micro-batch.
 
-    >>> print(Action(2, Kind.F, 0))
+    >>> print(Action(2, ActionKind.F, 0))
     2F0
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro: int
 
     def __str__(self) -> str:
@@ -63,13 +64,13 @@ class Costs:
     def total(self) -> float:
         return self.forward + self.backward
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """The time of one action of this kind."""
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             return self.forward
-        if kind is Kind.B:
+        if kind is ActionKind.B:
             return self.backward
-        return self.inputs if kind is Kind.I else self.weights
+        return self.inputs if kind is ActionKind.I else self.weights
 
 
 EVEN = Costs()
@@ -126,6 +127,25 @@ class Schedule(ABC):
         return 1 - cls.stages_per_rank * microbatches * costs.total / makespan if makespan else 0.0
 
     @classmethod
+    def cost(cls, rank: int, ranks: int, stages: StageProfile) -> Cost:
+        """Messages between stages: activations forward, their gradients back; torch keeps room for all that come."""
+        last = cls.stages_per_rank * ranks - 1
+        mine = [stage for stage in range(last + 1) if cls.rank_of(stage, ranks) == rank]
+        out = {stage: stages.passed[stage] for stage in mine if stage < last}
+        into = {stage: stages.passed[stage - 1] for stage in mine if stage > 0}
+        messages = stages.microbatches * (sum(out.values()) + sum(into.values()))
+        held = peak = kept = 0
+        for action in cls.order(rank, ranks, stages.microbatches):
+            if action.kind is ActionKind.F:
+                held += out.get(action.stage, 0)
+            elif action.kind in (ActionKind.B, ActionKind.W):
+                held -= out.get(action.stage, 0)
+            else:  # torch leaves the gradient of an input where it is
+                kept += into.get(action.stage, 0)
+            peak = max(peak, held)
+        return Cost({"working": messages + kept, "activations": peak}, {"stage": messages})
+
+    @classmethod
     @abstractmethod
     def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
         """One rank's actions."""
@@ -146,7 +166,7 @@ def one_forward_one_backward(
 ) -> list[Action]:
     """`ahead` forward passes, then a forward and a backward pass in turn, then the backward passes that are left.
 
-    >>> F, B = ([Action(0, kind, micro) for micro in range(3)] for kind in (Kind.F, Kind.B))
+    >>> F, B = ([Action(0, kind, micro) for micro in range(3)] for kind in (ActionKind.F, ActionKind.B))
     >>> one_forward_one_backward(F, [[b] for b in B], ahead=1)
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     """

@@ -22,7 +22,8 @@ def choose(costs: Sequence[float], stages: int, speeds: Sequence[float] = ()) ->
     ]  # most[k][i]: the largest if the first i costs make k + 1 stages
     cut: list[list[int]] = [[0] * len(sums)]
     for k in range(1, stages):
-        row, at = [float("inf")] * len(sums), [0] * len(sums)
+        row = [float("inf")] * len(sums)
+        at = [0] * len(sums)
         for i in range(k + 1, len(sums)):
             at[i] = min(range(k, i), key=lambda j: max(most[k - 1][j], (sums[i] - sums[j]) / rates[k]))
             row[i] = max(most[k - 1][at[i]], (sums[i] - sums[at[i]]) / rates[k])

@@ -7,7 +7,7 @@ micro-batch. With one micro-batch it is plain layer placement: one rank works at
 
 from __future__ import annotations
 
-from shoal.pipeline.base import EVEN, Action, Costs, Kind, Schedule
+from shoal.pipeline.base import EVEN, Action, ActionKind, Costs, Schedule
 
 
 class GPipe(Schedule):
@@ -24,7 +24,11 @@ class GPipe(Schedule):
     @classmethod
     def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
         del ranks
-        return [Action(rank, kind, micro) for kind in (Kind.F, Kind.B) for micro in range(microbatches)]
+        return [
+            Action(rank, kind, micro)
+            for kind in (ActionKind.F, ActionKind.B)
+            for micro in range(microbatches)
+        ]
 
     @classmethod
     def makespan(cls, ranks: int, microbatches: int, costs: Costs = EVEN) -> float:

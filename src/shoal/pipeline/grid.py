@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shoal import pipeline
-from shoal.pipeline.base import Action, Kind, Schedule
-from shoal.pipeline.check import Simulation, Span, simulate
+from shoal.pipeline.base import Action, ActionKind, Schedule
+from shoal.pipeline.check_schedule import Simulation, Span, simulate
 
 WIDE = 110
 """Cells get a space between them where the lines then stay within this many characters."""
@@ -43,7 +43,8 @@ def _rows(run: Simulation, ranks: int, microbatches: int) -> list[str]:
 
 def _row(spans: tuple[Span, ...], columns: int, width: int, ranks: int) -> str:
     idle = ".".ljust(width)
-    row, now = "", 0
+    row = ""
+    now = 0
     for span in spans:
         row += idle * (int(span.start) - now)
         now = int(span.end)
@@ -58,7 +59,12 @@ def _cell(action: Action, ranks: int) -> str:
 
 
 def _notes(schedule: type[Schedule], run: Simulation, ranks: int, microbatches: int) -> list[str]:
-    words = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of inputs", Kind.W: "of weights"}
+    words = {
+        ActionKind.F: "forward",
+        ActionKind.B: "backward",
+        ActionKind.I: "backward of inputs",
+        ActionKind.W: "of weights",
+    }
     kinds = {span.action.kind for spans in run.spans for span in spans}
     legend = ", ".join(f"{kind.name} {word}" for kind, word in words.items() if kind in kinds)
     second = "; small letters: the rank's second stage" if schedule.stages_per_rank > 1 else ""

@@ -7,7 +7,7 @@ When to use: few micro-batches and cheap messages. A rank waits for thin stages,
 
 from __future__ import annotations
 
-from shoal.pipeline.base import EVEN, Action, Costs, Kind, Schedule, one_forward_one_backward
+from shoal.pipeline.base import EVEN, Action, ActionKind, Costs, Schedule, one_forward_one_backward
 
 
 class Interleaved(Schedule):
@@ -31,8 +31,8 @@ class Interleaved(Schedule):
         forwards, backwards = [], []
         for start in range(0, microbatches, ranks):
             turn = range(start, start + ranks)
-            forwards += [Action(stage, Kind.F, micro) for stage in (first, second) for micro in turn]
-            backwards += [[Action(stage, Kind.B, micro)] for stage in (second, first) for micro in turn]
+            forwards += [Action(stage, ActionKind.F, micro) for stage in (first, second) for micro in turn]
+            backwards += [[Action(stage, ActionKind.B, micro)] for stage in (second, first) for micro in turn]
         # The last rank begins to go back when its second stage has its first micro-batch: after one round.
         # Each rank before it needs two more: a micro-batch's way there and its gradient's way back.
         order = one_forward_one_backward(forwards, backwards, ahead=ranks + 2 * (ranks - 1 - rank))

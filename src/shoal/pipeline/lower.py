@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
-
-from shoal.pipeline.base import Action, Kind
+from shoal.pipeline.base import Action, ActionKind
+from shoal.torch_private import ComputationType, PipelineAction
 
 _KINDS = {
-    Kind.F: _ComputationType.FORWARD,
-    Kind.B: _ComputationType.FULL_BACKWARD,
-    Kind.I: _ComputationType.BACKWARD_INPUT,
-    Kind.W: _ComputationType.BACKWARD_WEIGHT,
+    ActionKind.F: ComputationType.FORWARD,
+    ActionKind.B: ComputationType.FULL_BACKWARD,
+    ActionKind.I: ComputationType.BACKWARD_INPUT,
+    ActionKind.W: ComputationType.BACKWARD_WEIGHT,
 }
 
 
-def to_torch(actions: Sequence[Sequence[Action]]) -> dict[int, list[_Action | None]]:
-    """Actions by rank, as `_PipelineScheduleRuntime._prepare_schedule_with_comms` takes them.
+def to_torch(actions: Sequence[Sequence[Action]]) -> dict[int, list[PipelineAction | None]]:
+    """Actions by rank, as `prepare_schedule` takes them.
 
     The lists are new ones: torch's lowering empties them. They have no None for idle time, which torch would
     drop before it adds messages.
 
-    >>> to_torch([[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]])
+    >>> to_torch([[Action(0, ActionKind.F, 0), Action(0, ActionKind.B, 0)]])
     {0: [0F0, 0B0]}
     """
     return {
-        rank: [_Action(action.stage, _KINDS[action.kind], action.micro) for action in order]
+        rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro) for action in order]
         for rank, order in enumerate(actions)
     }

@@ -8,7 +8,7 @@ however many there are, so more micro-batches make the idle share small at no co
 
 from __future__ import annotations
 
-from shoal.pipeline.base import EVEN, Action, Costs, Kind, Schedule, one_forward_one_backward
+from shoal.pipeline.base import EVEN, Action, ActionKind, Costs, Schedule, one_forward_one_backward
 
 
 class OneFOneB(Schedule):
@@ -24,8 +24,8 @@ class OneFOneB(Schedule):
 
     @classmethod
     def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
-        forwards = [Action(rank, Kind.F, micro) for micro in range(microbatches)]
-        backwards = [[Action(rank, Kind.B, micro)] for micro in range(microbatches)]
+        forwards = [Action(rank, ActionKind.F, micro) for micro in range(microbatches)]
+        backwards = [[Action(rank, ActionKind.B, micro)] for micro in range(microbatches)]
         return one_forward_one_backward(forwards, backwards, ahead=ranks - 1 - rank)
 
     @classmethod

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.call import call_model
 from shoal.errors import ConfigError
 from shoal.pipeline.spine import Calls, Interception, activation, call_of, undisturbed
 from shoal.pipeline.stage import Stage, StageModule
 from shoal.pipeline.trim import trimmed
+from shoal.torch_private import tree_leaves, tree_map
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -30,15 +30,15 @@ class Truth:
 
     activations: Mapping[str, Tensor]
     states: Mapping[str | None, RandomState]
-    output: Any
+    output: object
 
 
-def record(model: nn.Module, inputs: Any, places: Sequence[str]) -> Truth:
+def record(model: nn.Module, inputs: object, places: Sequence[str]) -> Truth:
     """Run the whole model once and keep what it has when it calls each of these modules."""
     activations: dict[str, Tensor] = {}
     states: dict[str | None, RandomState] = {}
 
-    def _note(name: str, module: nn.Module, made: Calls, *args: Any, **kwargs: Any) -> Any:
+    def _note(name: str, module: nn.Module, made: Calls, *args: object, **kwargs: object) -> object:
         carried = activation(module, args, kwargs)
         if carried is not None:
             activations[name] = carried.clone()  # the model may change it in place
@@ -49,7 +49,9 @@ def record(model: nn.Module, inputs: Any, places: Sequence[str]) -> Truth:
     functions = {module: partial(_note, name, module, call_of(module)) for name, module in found}
     with undisturbed(model), Interception(functions):
         states[None] = _random_state()
-        output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, model(inputs))
+        output = tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, call_model(model, inputs)
+        )
     return Truth(activations, states, output)
 
 
@@ -61,7 +63,7 @@ class Leak:
     cause: Exception | None = None
 
 
-def find_leak(model: nn.Module, inputs: Any, stages: Sequence[Stage], truth: Truth) -> Leak | None:
+def find_leak(model: nn.Module, inputs: object, stages: Sequence[Stage], truth: Truth) -> Leak | None:
     """The first boundary that the stages cannot be cut at, or None if they compute what the model computes."""
     with undisturbed(model) as put_back:
         for stage in stages:
@@ -70,7 +72,8 @@ def find_leak(model: nn.Module, inputs: Any, stages: Sequence[Stage], truth: Tru
             try:
                 same = _same(_alone(model, inputs, stages, stage.number, truth), _expected(stage, truth))
             except Exception as error:  # whatever the model does with NaN is a reason not to cut here
-                same, cause = False, error
+                same = False
+                cause = error
             if not same and stage.begin is not None:
                 return Leak(stage.begin, cause)
             if not same:
@@ -89,7 +92,7 @@ def refusal(leak: Leak) -> ConfigError:
     )
 
 
-def prove(model: nn.Module, inputs: Any, stages: Sequence[Stage]) -> None:
+def prove(model: nn.Module, inputs: object, stages: Sequence[Stage]) -> None:
     """Raise a ConfigError unless the stages, one after the other, compute what the model computes.
 
     >>> from shoal.pipeline.spine import observe
@@ -103,7 +106,7 @@ def prove(model: nn.Module, inputs: Any, stages: Sequence[Stage]) -> None:
         raise refusal(leak) from leak.cause
 
 
-def _alone(model: nn.Module, inputs: Any, stages: Sequence[Stage], number: int, truth: Truth) -> Any:
+def _alone(model: nn.Module, inputs: object, stages: Sequence[Stage], number: int, truth: Truth) -> object:
     """What one stage gives for the true activation, on a model that has nothing else."""
     begin = stages[number].begin
     received = None if begin is None else truth.activations[begin].clone()
@@ -113,11 +116,11 @@ def _alone(model: nn.Module, inputs: Any, stages: Sequence[Stage], number: int, 
         )
 
 
-def _expected(stage: Stage, truth: Truth) -> Any:
+def _expected(stage: Stage, truth: Truth) -> object:
     return truth.output if stage.end is None else truth.activations[stage.end]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Whether all tensors of two values are alike, bit for bit; other leaves, such as caches, are not looked at."""
     left, right = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (one, other))
     return len(left) == len(right) and all(map(_equal, left, right))

@@ -11,14 +11,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-Calls = Callable[..., Any]
+from shoal.call import arguments, call_model
+from shoal.seeds import Args, Kwargs, Operation
+from shoal.torch_private import (
+    COMPILED_CALL,
+    TorchDispatchMode,
+    buffers_of,
+    call_impl,
+    parameters_of,
+    storage_address,
+    tree_leaves,
+    version_of,
+)
+
+Calls = Callable[..., object]
+Entry = TypeVar("Entry")
 
 
 class Interception:
@@ -34,7 +46,7 @@ class Interception:
 
     # torch's Module.__call__ asks this attribute before any hook runs; Module.compile() lives on it too. A hook
     # would come after those of tensor parallel and FSDP, which change what is passed on between stages.
-    SLOT = "_compiled_call_impl"
+    SLOT = COMPILED_CALL
 
     def __init__(self, functions: Mapping[nn.Module, Calls]) -> None:
         self._before = [(module, module.__dict__.get(self.SLOT)) for module in functions]
@@ -59,7 +71,7 @@ class Interception:
 
 def call_of(module: nn.Module) -> Calls:
     """What a call of the module does now, to be kept before it is intercepted."""
-    function: Calls = module.__dict__.get(Interception.SLOT) or module._call_impl
+    function: Calls = module.__dict__.get(Interception.SLOT) or call_impl(module)
     return function
 
 
@@ -70,7 +82,7 @@ class Echo:
     dropped: int
     added: int | None
     dtype: torch.dtype
-    rest: tuple[Any, ...] | None
+    rest: tuple[object, ...] | None
     """What follows the tensor in a tuple, which holds no further tensor; None if the output is the tensor alone."""
 
     def shape(self, first: Tensor) -> tuple[int, ...]:
@@ -79,14 +91,17 @@ class Echo:
         return tuple(kept) if self.added is None else (*kept, self.added)
 
 
-def find_echo(shape: tuple[int, ...], output: Any) -> Echo | None:
+def find_echo(shape: tuple[int, ...], output: object) -> Echo | None:
     """The echo of a tensor of this shape in an output, if there is one.
 
     >>> find_echo((4, 7), torch.zeros(4, 7, 16))
     Echo(dropped=0, added=16, dtype=torch.float32, rest=None)
     """
-    rest = output[1:] if type(output) is tuple and output else None
-    tensor = output if rest is None else output[0]
+    tensor = output
+    rest: tuple[object, ...] | None = None
+    if type(output) is tuple and output:
+        tensor = output[0]
+        rest = output[1:]
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return None
     if next(_tensors(rest), None) is not None:
@@ -102,7 +117,7 @@ def find_echo(shape: tuple[int, ...], output: Any) -> Echo | None:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a module in the trial pass. Calls are numbered in the order in which they begin."""
 
     module: str
@@ -119,10 +134,12 @@ class Call:
 class Spine:
     """A trial pass: its calls, and for each parameter and buffer how many calls had begun at each of its uses."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     uses: Mapping[str, tuple[int, ...]]
     batch: int
     """Samples in the batch: the first dimension of its first tensor."""
+    changed: frozenset[str]
+    """Buffers that the pass has changed; each change is among the uses."""
 
     def numbers(self, module: str) -> tuple[int, ...]:
         """The calls of one module."""
@@ -144,13 +161,13 @@ class Spine:
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Every place that holds a parameter or buffer: its name, module, attribute and tensor. Tied ones come twice."""
     for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for key, tensor in table.items():
                 if tensor is not None:
                     yield (f"{prefix}.{key}" if prefix else key), module, key, tensor
 
 
-def leading(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+def leading(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> int | str | None:
     """Which argument carries the activation: the first one, by its place or, if all have names, its name."""
     if args:
         return 0
@@ -159,19 +176,19 @@ def leading(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return next((name for name in inspect.signature(module.forward).parameters if name in kwargs), None)
 
 
-def activation(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def activation(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
     """The floating-point tensor that the leading argument is, if it is one."""
     place = leading(module, args, kwargs)
     value = None if place is None else args[0] if isinstance(place, int) else kwargs[place]
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
-def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def first_tensor(args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
     """The first argument that is a tensor."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-def observe(model: nn.Module, inputs: Any) -> Spine:
+def observe(model: nn.Module, inputs: object) -> Spine:
     """Run the model once on `inputs` and say what happened. It leaves no trace on the model.
 
     >>> spine = observe(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), torch.zeros(4, 3))
@@ -186,11 +203,12 @@ def observe(model: nn.Module, inputs: Any) -> Spine:
         with undisturbed(model):
             watch = _Watch(model)
             with Interception(watch.functions()), watch:
-                model(inputs)
+                call_model(model, inputs)
     finally:
         torch.set_autocast_cache_enabled(cache)
-    batch = next((tensor.shape[0] for tensor in _tensors(inputs) if tensor.dim() > 0), 0)
-    return Spine(tuple(watch.calls), {name: tuple(sorted(at)) for name, at in watch.uses.items()}, batch)
+    batch = next((tensor.shape[0] for tensor in _tensors(arguments(inputs)) if tensor.dim() > 0), 0)
+    uses = {name: tuple(sorted(at)) for name, at in watch.uses.items()}
+    return Spine(tuple(watch.calls), uses, batch, frozenset(watch.changed))
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -198,13 +216,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.uses: dict[str, set[int]] = {}
         self._model = model
         self._stack: list[int] = []
         self._names: dict[int, list[str]] = {}
         for name, _, _, tensor in slots(model):
-            self._names.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+            self._names.setdefault(storage_address(tensor), []).append(name)
+        self.changed: set[str] = set()
+        self._buffers = [
+            (name, buffers_of(module), key)
+            for name, module, key, _ in slots(model)
+            if key in buffers_of(module)
+        ]
+        self._states = self._now()
 
     def functions(self) -> dict[nn.Module, Calls]:
         """For every module, the call that is noted and then made."""
@@ -213,25 +238,44 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, module in self._model.named_modules()
         }
 
-    def _call(self, name: str, module: nn.Module, made: Calls, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, module: nn.Module, made: Calls, *args: object, **kwargs: object) -> object:
+        self._look()
         number = len(self.calls)
-        carried, first = activation(module, args, kwargs), first_tensor(args, kwargs)
+        carried = activation(module, args, kwargs)
+        first = first_tensor(args, kwargs)
         fed = None if carried is None else (tuple(carried.shape), carried.dtype)
         shape = None if first is None else tuple(first.shape)  # now: the call may change it in place
-        self.calls.append(Call(name, self._stack[-1] if self._stack else -1, number, fed, None))
+        self.calls.append(ModuleCall(name, self._stack[-1] if self._stack else -1, number, fed, None))
         self._stack.append(number)
         output = made(*args, **kwargs)
+        self._look()
         self._stack.pop()
         echo = None if shape is None else find_echo(shape, output)
         self.calls[number] = replace(self.calls[number], stop=len(self.calls), echo=echo)
         return output
 
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        """Every buffer as it stands: a pass may write to it, or put another tensor in its place."""
+        held = [table.get(key) for _, table, key in self._buffers]
+        return [(tensor, -1 if tensor is None else version_of(tensor)) for tensor in held]
+
+    def _look(self) -> None:
+        """Note what has been changed since the last call began or ended."""
+        now = self._now()
+        for (name, *_), (was, before), (tensor, version) in zip(
+            self._buffers, self._states, now, strict=True
+        ):
+            if tensor is not was or version != before:
+                self.changed.add(name)
+                self.uses.setdefault(name, set()).add(len(self.calls))
+        self._states = now
+
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         del types
         for tensor in _tensors((args, kwargs)):
-            names = self._names.get(tensor.untyped_storage()._cdata)
+            names = self._names.get(storage_address(tensor))
             if names is not None:
                 for name in self._meant(names):
                     self.uses.setdefault(name, set()).add(len(self.calls))
@@ -273,7 +317,7 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
 @contextmanager
 def copied_buffers(model: nn.Module) -> Iterator[None]:
     """Let the model work on copies of its buffers. The true ones are not written to: a graph may refer to them."""
-    tables = [module._buffers for module in model.modules()]
+    tables = [buffers_of(module) for module in model.modules()]
     copies: dict[int, Tensor] = {}
     with restored(tables):
         for table in tables:
@@ -284,7 +328,7 @@ def copied_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restored(tables: Sequence[dict[str, Any]]) -> Iterator[None]:
+def restored(tables: Sequence[dict[str, Entry]]) -> Iterator[None]:
     """Whatever happens to these tables, afterwards they hold what they held before."""
     before = [(table, dict(table)) for table in tables]
     try:
@@ -295,6 +339,6 @@ def restored(tables: Sequence[dict[str, Any]]) -> Iterator[None]:
             table.update(entries)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: object) -> Iterator[Tensor]:
     """The tensors in nested arguments that have a storage."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)

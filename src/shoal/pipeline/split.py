@@ -8,17 +8,18 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.call import call_model
 from shoal.errors import ConfigError
 from shoal.pipeline.choose import choose
 from shoal.pipeline.proof import find_leak, record, refusal
 from shoal.pipeline.spine import Calls, Interception, Spine, call_of, observe, slots, undisturbed
 from shoal.pipeline.stage import Stage, plan_stages, stages_of_tensors
 from shoal.table import did_you_mean
+from shoal.torch_private import parameters_of
 
 Activation = tuple[tuple[int, ...], torch.dtype]
 """What passes a boundary: its shape without the batch dimension, and its dtype."""
@@ -50,7 +51,7 @@ class Split:
 
 def find_split(
     model: nn.Module,
-    inputs: Any,
+    inputs: object,
     stages: int,
     named: Sequence[str] = (),
     costs: Sequence[float] | None = None,
@@ -103,7 +104,7 @@ def find_split(
 
 
 def span_costs(
-    model: nn.Module, inputs: Any, named: Sequence[str] = (), together: Together = ()
+    model: nn.Module, inputs: object, named: Sequence[str] = (), together: Together = ()
 ) -> tuple[float, ...]:
     """Seconds of the forward pass before, between and after the places where the model may be split."""
     return _measure(model, inputs, find_places(model, observe(model, inputs), named, together))
@@ -128,8 +129,10 @@ def find_places(
                     f"split= names '{name}', which lies between layers that tpN cuts together; split elsewhere, or "
                     "leave those layers whole with tensor_rules."
                 )
+            if _torn(spine, name) is not None:
+                raise _tears(spine, name)
         return tuple(sorted(dict.fromkeys(named), key=lambda name: _check_named(model, spine, name)))
-    weights = {name for name, module, key, _ in slots(model) if key in module._parameters}
+    weights = {name for name, module, key, _ in slots(model) if key in parameters_of(module)}
     first = min((uses[0] for name, uses in spine.uses.items() if name in weights), default=0)
     found = []
     for number in _chain(model, spine, 0):
@@ -141,7 +144,25 @@ def find_places(
     ready = tuple(call.module for call in found if call.fed is not None and call.fed[0][:1] == (spine.batch,))
     if found and not ready:
         _check_named(model, spine, found[0].module)
-    return tuple(name for name in ready if not _divides(spine, name, together))
+    whole = [name for name in ready if not _divides(spine, name, together)]
+    kept = tuple(name for name in whole if _torn(spine, name) is None)
+    if whole and not kept:
+        raise _tears(spine, whole[0])
+    return kept
+
+
+def _torn(spine: Spine, name: str) -> str | None:
+    """A buffer that forward passes change, and that is used on both sides of a boundary at this module."""
+    at = spine.numbers(name)[0]
+    spans = ((buffer, spine.uses[buffer]) for buffer in sorted(spine.changed))
+    return next((buffer for buffer, uses in spans if uses[0] <= at < uses[-1]), None)
+
+
+def _tears(spine: Spine, name: str) -> ConfigError:
+    return ConfigError(
+        f"the forward pass uses '{_torn(spine, name)}', a buffer that it changes, both before and after '{name}', and "
+        "each stage of a pipeline would have its own; split elsewhere, at modules that split= names, or leave ppN out."
+    )
 
 
 def _divides(spine: Spine, name: str, together: Together) -> bool:
@@ -194,11 +215,11 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1
 
 
-def _measure(model: nn.Module, inputs: Any, places: Sequence[str], passes: int = 3) -> tuple[float, ...]:
+def _measure(model: nn.Module, inputs: object, places: Sequence[str], passes: int = 3) -> tuple[float, ...]:
     """Seconds before, between and after the calls of these modules: medians of a few passes."""
     times: list[float] = []
 
-    def _mark(made: Calls, *args: Any, **kwargs: Any) -> Any:
+    def _mark(made: Calls, *args: object, **kwargs: object) -> object:
         times.append(_now())
         return made(*args, **kwargs)
 
@@ -207,7 +228,7 @@ def _measure(model: nn.Module, inputs: Any, places: Sequence[str], passes: int =
     with undisturbed(model), Interception({module: partial(_mark, call_of(module)) for module in modules}):
         for _ in range(passes):
             times[:] = [_now()]
-            model(inputs)
+            call_model(model, inputs)
             times.append(_now())
             rows.append([after - before for before, after in itertools.pairwise(times)])
     return tuple(statistics.median(column) for column in zip(*rows, strict=True))
@@ -226,7 +247,7 @@ def _describe_split(
     boundaries = tuple(stage.begin for stage in stages if stage.begin is not None)
     starts = [spine.numbers(name)[0] for name in boundaries]
     used = stages_of_tensors(model, spine, boundaries)
-    weights = {name: tensor for name, module, key, tensor in slots(model) if key in module._parameters}
+    weights = {name: tensor for name, module, key, tensor in slots(model) if key in parameters_of(module)}
     parts: list[list[str]] = [[] for _ in stages]
     for number in _chain(model, spine, 0):
         name = spine.calls[number].module

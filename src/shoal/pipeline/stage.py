@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from shoal.call import call_model
 from shoal.errors import ConfigError
 from shoal.pipeline.spine import (
     Calls,
@@ -32,6 +32,7 @@ from shoal.pipeline.spine import (
     leading,
     slots,
 )
+from shoal.torch_private import parameters_of, tree_map
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,19 @@ def plan_stages(model: nn.Module, spine: Spine, boundaries: Sequence[str]) -> tu
     """
     starts = [spine.numbers(name)[0] for name in boundaries]
     used = stages_of_tensors(model, spine, boundaries)
-    weights = {name for name, module, key, _ in slots(model) if key in module._parameters}
+    weights = {name for name, module, key, _ in slots(model) if key in parameters_of(module)}
     stages = []
     for number in range(len(boundaries) + 1):
         begin = boundaries[number - 1] if number else None
         end = boundaries[number] if number < len(boundaries) else None
         running = {call.module for i, call in enumerate(spine.calls) if number in _span(spine, starts, i)}
         stand_ins: dict[str, Echo] = {}
-        kept: dict[str, bool] = {}  # whether it has parameters
+        # Whether NaN takes its place: another stage has its parameters, or its state.
+        kept: dict[str, bool] = {}
         for name, numbers in _before(spine, starts[number - 1]).items() if number else ():
             echo, *others = {spine.calls[i].echo for i in numbers}
             trained = next(model.get_submodule(name).parameters(), None) is not None
+            trained = trained or any(buffer.startswith(f"{name}.") for buffer in spine.changed)
             if trained and echo is not None and not others:
                 stand_ins[name] = echo
             else:
@@ -153,23 +156,25 @@ class StageModule(nn.Module):
         self.stage = stage
         self.on_begin = on_begin
 
-    def forward(self, received: Tensor | None, inputs: Any) -> Any:
+    def forward(self, received: Tensor | None, inputs: object) -> object:
         """Run the stage."""
         run = _Run(self, received)
         with torch.set_grad_enabled(run.grad and run.begun), run.before, Interception(run.ends()):
             if run.begun and self.on_begin is not None:
                 self.on_begin()
             try:
-                output, left = self.model(inputs), False
-            except _Reached as reached:
-                output, left = reached.value, True
+                output = call_model(self.model, inputs)
+                left = False
+            except _StageLeft as reached:
+                output = reached.value
+                left = True
         if not run.begun or left != (self.stage.end is not None) or output is None:
             missed = self.stage.end if run.begun else self.stage.begin
             raise ConfigError(another_way(f"stage {self.stage.number} does not come to '{missed}'"))
         return output
 
 
-class _Reached(BaseException):
+class _StageLeft(BaseException):
     """Carries the activation out of the model; not an Exception, so that no model catches it by chance."""
 
     def __init__(self, value: Tensor | None) -> None:
@@ -189,7 +194,8 @@ class _Run:
         self.before = Interception(self._stand_ins())
 
     def _stand_ins(self) -> dict[nn.Module, Calls]:
-        stage, find = self.owner.stage, self.owner.model.get_submodule
+        stage = self.owner.stage
+        find = self.owner.model.get_submodule
         functions: dict[nn.Module, Calls] = {
             find(name): partial(self._stand_in, name, echo) for name, echo in stage.stand_ins.items()
         }
@@ -199,7 +205,8 @@ class _Run:
         return functions
 
     def ends(self) -> dict[nn.Module, Calls]:
-        stage, functions = self.owner.stage, dict[nn.Module, Calls]()
+        stage = self.owner.stage
+        functions = dict[nn.Module, Calls]()
         if stage.begin is not None:
             module = self.owner.model.get_submodule(stage.begin)
             functions[module] = partial(self._begin, module, call_of(module))
@@ -208,7 +215,7 @@ class _Run:
             functions[module] = partial(self._end, module)
         return functions
 
-    def _begin(self, module: nn.Module, made: Calls, *args: Any, **kwargs: Any) -> Any:
+    def _begin(self, module: nn.Module, made: Calls, *args: object, **kwargs: object) -> object:
         """The call at which the stage begins; a later one of the same module is an ordinary call."""
         place = leading(module, args, kwargs)
         if self.begun or place is None:
@@ -218,16 +225,17 @@ class _Run:
         torch.set_grad_enabled(self.grad)
         if self.owner.on_begin is not None:
             self.owner.on_begin()
-        received, self.received = self.received, None  # the graph holds what is needed of it
+        received = self.received
+        self.received = None  # the graph holds what is needed of it
         if isinstance(place, str):
             return made(*args, **{**kwargs, place: received})
         return made(received, *args[1:], **kwargs)
 
-    def _end(self, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    def _end(self, module: nn.Module, *args: object, **kwargs: object) -> NoReturn:
         """The call that does not happen any more."""
-        raise _Reached(activation(module, args, kwargs) if self.begun else None)
+        raise _StageLeft(activation(module, args, kwargs) if self.begun else None)
 
-    def _stand_in(self, name: str, echo: Echo, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in(self, name: str, echo: Echo, *args: object, **kwargs: object) -> object:
         """NaN in the shape of the module's output; what was made for the last module is handed on if it fits."""
         first = first_tensor(args, kwargs)
         if first is None:
@@ -237,14 +245,14 @@ class _Run:
             self.junk = first.new_full(shape, math.nan, dtype=echo.dtype)
         return self.junk if echo.rest is None else (self.junk, *echo.rest)
 
-    def _keep(self, module: nn.Module, made: Calls, trained: bool, *args: Any, **kwargs: Any) -> Any:
+    def _keep(self, module: nn.Module, made: Calls, trained: bool, *args: object, **kwargs: object) -> object:
         """A call that only looks: buffers, which another stage on this model may own, stay as they are."""
         with copied_buffers(module):
             output = made(*args, **kwargs)
         return tree_map(poisoned, output) if trained else output
 
 
-def poisoned(leaf: Any) -> Any:
+def poisoned(leaf: object) -> object:
     """NaN in the place of a floating-point tensor; other leaves as they are."""
     return torch.full_like(leaf, math.nan) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
@@ -253,5 +261,6 @@ def another_way(what: str) -> str:
     """The sentence for a batch on which the model calls other modules than it did in the trial pass."""
     return (
         f"this batch takes another way through the model than the trial pass: {what}; "
-        "split at modules that every batch passes, with split= naming them."
+        "split at modules that every batch passes, with split= naming them. If this was run.module between two steps: "
+        "no rank has all of the model, use run.evaluate."
     )

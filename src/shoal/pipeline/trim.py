@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from shoal.errors import ConfigError
 from shoal.pipeline.spine import Interception, restored, slots
 from shoal.pipeline.stage import Stage, another_way, host
+from shoal.torch_private import buffers_of, parameters_of
 
 
 def trim(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> None:
@@ -33,10 +34,10 @@ def trim(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> No
     needed = {name for number in mine for name in stages[number].parameters}
     running = {name for number in mine for name in stages[number].modules}
     for name, module, key, tensor in list(slots(model)):
-        if name in needed or (key in module._buffers and host(name.rpartition(".")[0], called) in running):
+        if name in needed or (key in buffers_of(module) and host(name.rpartition(".")[0], called) in running):
             continue
-        module._parameters.pop(key, None)
-        module._buffers.pop(key, None)
+        parameters_of(module).pop(key, None)
+        buffers_of(module).pop(key, None)
         empty = math.nan if tensor.is_floating_point() else 0
         module.__dict__[key] = torch.full((), empty, dtype=tensor.dtype, device=tensor.device).expand(
             tensor.shape
@@ -46,16 +47,17 @@ def trim(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> No
         Interception({model.get_submodule(name): refusal})
 
 
-def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
+def _refuse(what: str, *_: object, **__: object) -> NoReturn:
     raise ConfigError(another_way(what))
 
 
 @contextmanager
 def trimmed(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> Iterator[None]:
     """The model as `trim` leaves it, for a while."""
-    tables: list[dict[str, Any]] = [
-        table for m in model.modules() for table in (m.__dict__, m._parameters, m._buffers)
-    ]
-    with restored(tables):
+    modules = list(model.modules())
+    attributes = restored([module.__dict__ for module in modules])
+    parameters = restored([parameters_of(module) for module in modules])
+    buffers = restored([buffers_of(module) for module in modules])
+    with attributes, parameters, buffers:
         trim(model, stages, mine)
         yield

@@ -8,7 +8,7 @@ backward passes cost a little more than one whole: measure.
 
 from __future__ import annotations
 
-from shoal.pipeline.base import EVEN, Action, Costs, Kind, Schedule, one_forward_one_backward
+from shoal.pipeline.base import EVEN, Action, ActionKind, Costs, Schedule, one_forward_one_backward
 
 
 class ZeroBubble(Schedule):
@@ -27,18 +27,18 @@ class ZeroBubble(Schedule):
 
     @classmethod
     def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
-        forwards = [Action(rank, Kind.F, micro) for micro in range(microbatches)]
+        forwards = [Action(rank, ActionKind.F, micro) for micro in range(microbatches)]
         backwards = [cls._backward(rank, micro) for micro in range(microbatches)]
         late = range(max(0, microbatches - rank), microbatches)
         order = one_forward_one_backward(forwards, backwards, ahead=ranks - 1 - rank)
-        return order + [Action(rank, Kind.W, micro) for micro in late]
+        return order + [Action(rank, ActionKind.W, micro) for micro in late]
 
     @staticmethod
     def _backward(rank: int, micro: int) -> list[Action]:
         if rank == 0:
-            return [Action(rank, Kind.B, micro)]
-        inputs = Action(rank, Kind.I, micro)
-        return [inputs, Action(rank, Kind.W, micro - rank)] if micro >= rank else [inputs]
+            return [Action(rank, ActionKind.B, micro)]
+        inputs = Action(rank, ActionKind.I, micro)
+        return [inputs, Action(rank, ActionKind.W, micro - rank)] if micro >= rank else [inputs]
 
     @classmethod
     def makespan(cls, ranks: int, microbatches: int, costs: Costs = EVEN) -> float:

@@ -11,14 +11,13 @@ import torch
 
 from shoal import compress, exchange, pipeline
 from shoal.aggregate import make_aggregate
-from shoal.clock import make_clocks
 from shoal.compress.base import Compressor, Layout
 from shoal.config import degree_of, fill_options, parse_strategy
 from shoal.errors import ConfigError
-from shoal.exchange.ps_options import PsOptions
-from shoal.exchange.rounds import Rhythm
+from shoal.exchange.periodic.sync_interval import SyncInterval
+from shoal.exchange.ps_worker.options import PsOptions
 from shoal.pipeline.base import PipelineOptions
-from shoal.tensor.cuts import TensorOptions
+from shoal.tensor.cut import TensorOptions
 from shoal.types import Plan, Promise
 
 Rule = Callable[[Plan, int], str | None]
@@ -136,12 +135,14 @@ def promise_of(plan: Plan) -> Promise:
     >>> [promise_of(parse_strategy(text)).name for text in ("ddp", "ddp + int8", "local(8) + int8", "ps(ssp=2)")]
     ['EXACT', 'CLOSE', 'CONVERGES', 'CONVERGES']
     """
-    made, chosen = compressor_of(plan), exchange.TABLE.look_up(plan.exchange.name)
+    made = compressor_of(plan)
+    chosen = exchange.TABLE.look_up(plan.exchange.name)
     pieces = [chosen.promise, made.promise if made else Promise.EXACT]
     options: object = fill_options(plan.exchange, chosen.Options)
     if isinstance(options, PsOptions):
-        clocks = make_clocks(options.clock, options.ssp, options.then, options.after)
-        pieces += [clock.promise for _, clock in clocks] + [make_aggregate(options.aggregate).promise]
+        pieces += [clock.promise for _, clock in options.clocks()] + [
+            make_aggregate(options.aggregate).promise
+        ]
     return max(pieces, key=list(Promise).index)
 
 
@@ -154,11 +155,11 @@ def _compressor_fits(plan: Plan, workers: int) -> str | None:
         able = ", ".join(name for name, other in exchange.TABLE.items() if other.compresses)
         return f"{plan}: nothing can be compressed under {plan.exchange.name}; it can be under {able}."
     made = compressor_of(plan)
-    if made is not None and made.tried and (chosen.counts_own or chosen.apart):
+    if made is not None and made.tried and (chosen.updates_alone or chosen.uses_servers):
         return (
             f"{plan}: auto compares whole steps, which workers do not take together there; name a compressor."
         )
-    if made is not None and chosen.apart and made.code(_TRIAL).rounds > 1:
+    if made is not None and chosen.uses_servers and made.code(_TRIAL).rounds > 1:
         return (
             f"{plan}: {plan.compressor.name} needs the sum of all workers on its way, and they meet at servers only; "
             "use int8 or topk(0.01)."
@@ -169,7 +170,7 @@ def _compressor_fits(plan: Plan, workers: int) -> str | None:
 def _quorum_fits(plan: Plan, workers: int) -> str | None:
     del workers
     options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
-    early = isinstance(options, Rhythm) and options.quorum < 1
+    early = isinstance(options, SyncInterval) and options.quorum < 1
     if early and (plan.tensor is not None or plan.pipeline is not None):
         return (
             f"{plan}: with a quorum each worker may be at another step, and those who hold one model between them may "
@@ -190,9 +191,8 @@ def _server_options_fit(plan: Plan, workers: int) -> str | None:
     options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
     if not isinstance(options, PsOptions):
         return None
-    clocks = [made for _, made in make_clocks(options.clock, options.ssp, options.then, options.after)]
     chosen = make_aggregate(options.aggregate)
-    alone = [type(made).__name__.lower() for made in clocks if not made.together]
+    alone = [str(clock) for _, clock in options.clocks() if not clock.together]
     if options.servers < 1 or not 1 <= options.copies <= options.servers:
         return (
             f"{plan.exchange}: {options.copies} replicas need as many servers, and there are {options.servers}; "

@@ -150,7 +150,8 @@ def time_split(times: StepReport | Times | Mapping[str, float], width: int = 40)
         parts = [times.get(name, 0.0) for name in ("data", "compute", "exposed", "update")]
         times = Times(times.get("seconds", 0.0), *parts)
     shares = times.shares()
-    bar, reached = "", 0.0
+    bar = ""
+    reached = 0.0
     for name, share in shares.items():
         # Rounding the ends and not the lengths keeps the whole exactly `width` long.
         reached += share
@@ -251,7 +252,8 @@ def _smooth(line: Sequence[float]) -> list[float]:
     y = np.asarray(line, dtype=np.float64)
     known = np.isfinite(y)
     x = np.arange(len(y), dtype=np.float64)
-    one, y = known.astype(np.float64), np.where(known, y, 0.0)
+    one = known.astype(np.float64)
+    y = np.where(known, y, 0.0)
     sums = np.cumsum([one, one * x, one * x * x, y, x * y], axis=1)
     sums = np.concatenate([np.zeros((5, 1)), sums], axis=1)
     place = np.arange(len(y))

@@ -83,7 +83,8 @@ class Console:
         report = self._recent[-1]
         if self._last is None:
             # Counting time from the end of the first step keeps its warm-up out of the estimate.
-            self._begun, self._begun_at = now, report.number
+            self._begun = now
+            self._begun_at = report.number
         self._last = report
         self._skipped += sum(r.skipped for r in self._recent)
         if self._bar is not None:
@@ -97,7 +98,8 @@ class Console:
         seconds = sum(r.seconds for r in self._recent)
         rate = sum(r.samples for r in self._recent) / seconds if seconds > 0 else 0.0
         skipped = f"  {self._skipped} skipped" if self._skipped else ""
-        return f"loss {report.loss:.4f}  {_rate(rate)} samples/s{skipped}"
+        metrics = "".join(f"  {name} {value:.4g}" for name, value in report.metrics.items())
+        return f"loss {report.loss:.4f}{metrics}  {_rate(rate)} samples/s{skipped}"
 
     def _bar_text(self, report: StepReport, now: float) -> str:
         if self.total_steps is None:
@@ -131,7 +133,8 @@ class _Bar:
         self._stream = stream
         self._text = ""
         self._inside_line = False  # the program has printed the beginning of a line: the bar must not cut it
-        self._out, self._err = sys.stdout, sys.stderr
+        self._out = sys.stdout
+        self._err = sys.stderr
         # A stream that goes into a file is not ours to touch: only what lands on a terminal can harm the bar.
         if _is_terminal(self._out):
             sys.stdout = cast(TextIO, _Above(self._out, self))

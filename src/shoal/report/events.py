@@ -106,6 +106,7 @@ def _step_line(r: StepReport, now: float) -> str:
     # Written out by hand: half the time of json.dumps on the same keys, and this runs in every step.
     per_second = 1.0 / r.seconds if r.seconds > 0 else 0.0
     norm = r.grad_norm
+    metrics = f'"metrics": {json.dumps(_plain(r.metrics))}, ' if r.metrics else ""
     return (
         f'{{"step": {r.number}, "epoch": {r.epoch}, "loss": {r.loss if isfinite(r.loss) else "null"}, '
         f'"samples": {r.samples}, "count": {r.count if isfinite(r.count) else "null"}, '
@@ -116,8 +117,12 @@ def _step_line(r: StepReport, now: float) -> str:
         f'"bytes_sent": {r.bytes_sent}, "peak_memory": {r.peak_memory}, '
         f'"lr": {r.lr if isfinite(r.lr) else "null"}, '
         f'"grad_norm": {"null" if norm is None or not isfinite(norm) else norm}, '
-        f'"skipped": {"true" if r.skipped else "false"}, "time": {now:.3f}}}\n'
+        f'"skipped": {"true" if r.skipped else "false"}, {metrics}"time": {now:.3f}}}\n'
     )
+
+
+def _plain(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if isfinite(value) else None for name, value in values.items()}
 
 
 def _cut_torn_line(file: int, path: Path) -> None:

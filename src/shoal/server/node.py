@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from shoal.server.chain import Chain, Send
-from shoal.server.machine import Machine
-from shoal.server.message import Kind, Message
-from shoal.server.view import View
-
-COORDINATOR = 1
-"""Everybody knows the coordinator by this number; whoever takes over the post takes the number too."""
-
-BEAT = 0.1
-"""Seconds between two signs of life."""
+from shoal.server.protocol.messages import BEAT, COORDINATOR, Message, MessageKind, Send
+from shoal.server.protocol.signs_of_life import Confirmation, ServerSign
+from shoal.server.protocol.state_machine import Machine
+from shoal.server.protocol.view import View
+from shoal.server.replication.chain import Chain
 
 _EARLY = 256
 """Messages that wait for a view or for a lease are kept: so many, the newest."""
@@ -44,11 +38,15 @@ class Node:
         slot: int = -1,
         lease: float = LEASE,
     ) -> None:
-        self.me, self.address, self.slot = me, address, slot
-        self._lease, self._heard = lease, -1e9
+        self.me = me
+        self.address = address
+        self.slot = slot
+        self._lease = lease
+        self._heard = -1e9
         self._promised = 0
         """Below the epochs of the newest coordinator that this server has reported to: no earlier one's views count."""
-        self._make, self._send = make_machine, send
+        self._make = make_machine
+        self._send = send
         self.view = View()
         self.chains: dict[int, Chain] = {}
         self._early: deque[tuple[int, Message]] = deque(maxlen=_EARLY)
@@ -58,39 +56,43 @@ class Node:
 
     def on_message(self, source: int, message: Message, now: float) -> None:
         """Whatever comes in, from whomever."""
-        if source == COORDINATOR and message.kind == Kind.ALIVE:
+        if source == COORDINATOR and message.kind == MessageKind.ALIVE:
             self._hear_coordinator(message.meta, now)
             return
-        if message.kind == Kind.ASK and now - self._heard > self._lease:
+        if message.kind == MessageKind.ASK and now - self._heard > self._lease:
             # The coordinator's word is on the way here, if this server counts.
             self._early.append((source, message))
             return
-        if message.kind == Kind.VIEW:
+        if message.kind == MessageKind.VIEW:
             self._take_view(View.from_meta(message.meta), now)
             return
         chain = self.chains.get(message.shard)
         if message.epoch > self.view.epoch:
             self._early.append((source, message))  # its view is on the way here
             return
-        if chain is not None and message.kind == Kind.SNAPSHOT and chain.is_fed_by(source, message.epoch):
+        if (
+            chain is not None
+            and message.kind == MessageKind.SNAPSHOT
+            and chain.is_fed_by(source, message.epoch)
+        ):
             # As good as on the day when it was sent: the sender keeps all that has been done since.
             message = replace(message, epoch=self.view.epoch)
         if message.epoch != self.view.epoch or chain is None:
-            if message.kind in (Kind.CALL, Kind.ASK) and self.view.epoch:
-                self._send(source, Message(Kind.VIEW, self.view.epoch, meta=self.view.to_meta()))
+            if message.kind in (MessageKind.CALL, MessageKind.ASK) and self.view.epoch:
+                self._send(source, Message(MessageKind.VIEW, self.view.epoch, meta=self.view.to_meta()))
             return
-        if message.kind == Kind.CALL:
+        if message.kind == MessageKind.CALL:
             chain.on_call(source, message, now)
-        elif message.kind == Kind.ASK:
+        elif message.kind == MessageKind.ASK:
             chain.on_ask(source, message)
-        elif message.kind == Kind.FORWARD:
+        elif message.kind == MessageKind.FORWARD:
             chain.on_forward(message, now)
-        elif message.kind == Kind.COMMIT:
+        elif message.kind == MessageKind.COMMIT:
             if chain.on_commit(source, message, now):
-                self._say(Kind.READY, now)
+                self._say(MessageKind.READY, now)
             self._fill_newcomers(now)
-        elif message.kind == Kind.SNAPSHOT and chain.on_snapshot(message, now):
-            self._say(Kind.READY, now)
+        elif message.kind == MessageKind.SNAPSHOT and chain.on_snapshot(message, now):
+            self._say(MessageKind.READY, now)
 
     def on_time(self, now: float) -> None:
         """Called often: send again what got lost, and a sign of life."""
@@ -98,7 +100,7 @@ class Node:
             chain.on_time(now)
         self._fill_newcomers(now)
         if now - self._beat >= BEAT:
-            self._say(Kind.ALIVE, now)
+            self._say(MessageKind.ALIVE, now)
 
     def send_again(self, shard: int, now: float) -> None:
         """The next server has not seen memory that a message pointed to, and gets bytes from now on."""
@@ -109,19 +111,19 @@ class Node:
         """The shards whose state is here."""
         return [shard for shard, chain in self.chains.items() if chain.whole]
 
-    def _hear_coordinator(self, told: dict[str, Any], now: float) -> None:
-        at = told["at"]
+    def _hear_coordinator(self, confirmation: Confirmation, now: float) -> None:
+        at = confirmation["at"]
         if at is not None and now - at <= self._lease:  # else it has waited here, or on the way
             self._heard = now
             self._take_early(now)
-        if told["base"] > self._promised:
-            self._promised = told["base"]
-            self._say(Kind.ALIVE, now)
+        if confirmation["base"] > self._promised:
+            self._promised = confirmation["base"]
+            self._say(MessageKind.ALIVE, now)
 
-    def _say(self, kind: Kind, now: float) -> None:
+    def _say(self, kind: MessageKind, now: float) -> None:
         """All that a new coordinator would have to know, every time: it may be another than the last one."""
         self._beat = now
-        told = {
+        sign: ServerSign = {
             "role": "server",
             "slot": self.slot,
             "address": self.address,
@@ -132,7 +134,7 @@ class Node:
             "at": now,
             "load": self.load(),
         }
-        self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=told))
+        self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=sign))
 
     def _take_view(self, view: View, now: float) -> None:
         before = self.view.epoch
@@ -157,7 +159,7 @@ class Node:
                 self.chains[shard] = made
             self.chains[shard].change_view(view, now)
         self._fill_newcomers(now)
-        self._say(Kind.READY, now)
+        self._say(MessageKind.READY, now)
         self._take_early(now)
 
     def _fill_newcomers(self, now: float) -> None:
@@ -167,6 +169,7 @@ class Node:
             waiting[0].send_snapshot(now)
 
     def _take_early(self, now: float) -> None:
-        early, self._early = self._early, deque(maxlen=_EARLY)
+        early = self._early
+        self._early = deque(maxlen=_EARLY)
         for source, message in early:
             self.on_message(source, message, now)

@@ -9,14 +9,15 @@ Between workers of one host: each layer waits for its neighbours.
 from __future__ import annotations
 
 from shoal.tensor.apply import apply_cuts, check_options, loss_context
-from shoal.tensor.cuts import Cut, Cuts, TensorOptions, describe_cuts
-from shoal.tensor.find import find_cuts
-from shoal.tensor.layout import Piece, TensorLayout, cut, join
+from shoal.tensor.cut import Cut, Cuts, TensorOptions, describe_cuts
+from shoal.tensor.cut_cost import profile_pass, tensor_cost
+from shoal.tensor.layout import TensorCut, TensorLayout, cut, join
+from shoal.tensor.search.find_cuts import find_cuts
 
 __all__ = [
     "Cut",
     "Cuts",
-    "Piece",
+    "TensorCut",
     "TensorLayout",
     "TensorOptions",
     "apply_cuts",
@@ -26,4 +27,6 @@ __all__ = [
     "find_cuts",
     "join",
     "loss_context",
+    "profile_pass",
+    "tensor_cost",
 ]

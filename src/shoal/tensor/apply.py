@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
 from shoal.errors import ConfigError
-from shoal.tensor.cuts import Block, Cut, Cuts, TensorOptions
+from shoal.tensor.cut import Cut, Cuts, SequenceBlock, TensorOptions
 from shoal.tensor.draws import Draws
 from shoal.tensor.layout import TensorLayout, cut
 from shoal.tensor.moves import Move, Ring, enter, leave, part, rejoin, settle, spread
-from shoal.tensor.styles import Around, Between, Column, Drawing, Head, Heads, Norm, Row, Words, same
+from shoal.tensor.styles import Around, Between, ColumnStyle, Drawing, Head, Heads, Norm, Row, Words, same
+from shoal.torch_private import parameters_of
 
 
 def loss_context(options: TensorOptions) -> AbstractContextManager[None]:
@@ -95,9 +96,9 @@ def _replace(model: nn.Module, layout: TensorLayout, mesh: DeviceMesh, rank: int
             )
             new[id(old)] = nn.Parameter(placed, old.requires_grad)
     for module in model.modules():
-        for own, held in module._parameters.items():
+        for own, held in parameters_of(module).items():
             if id(held) in new:
-                module._parameters[own] = new[id(held)]
+                parameters_of(module)[own] = new[id(held)]
 
 
 def _groups(cuts: Cuts) -> dict[str, list[Cut]]:
@@ -108,7 +109,7 @@ def _groups(cuts: Cuts) -> dict[str, list[Cut]]:
 
 
 def _styles(
-    members: list[Cut], ring: Ring, home: Block | None, kept: tuple[str, DeviceMesh] | None
+    members: list[Cut], ring: Ring, home: SequenceBlock | None, kept: tuple[str, DeviceMesh] | None
 ) -> list[tuple[str, ParallelStyle]]:
     """The style of each module of a group; `home` if it lies in a block that works on slices of the sequence."""
     come: Move = partial(enter, ring=ring)
@@ -135,7 +136,7 @@ def _styles(
         style: ParallelStyle
         match one.how:
             case "column":
-                style = Column(between)
+                style = ColumnStyle(between)
             case "row":
                 style = Row(between)
             case "heads":
@@ -149,7 +150,9 @@ def _styles(
     return found
 
 
-def _block_styles(block: Block, blocks: tuple[Block, ...], ring: Ring) -> list[tuple[str, ParallelStyle]]:
+def _block_styles(
+    block: SequenceBlock, blocks: tuple[SequenceBlock, ...], ring: Ring
+) -> list[tuple[str, ParallelStyle]]:
     found: list[tuple[str, ParallelStyle]] = [(norm, Norm(ring)) for norm in block.norms]
     found += [(drop, Drawing(Draws(ring, block.dim), always=True)) for drop in block.dropouts]
     if block is blocks[0]:

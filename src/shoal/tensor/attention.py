@@ -9,24 +9,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.tensor.draws import Draws
-from shoal.tensor.layout import Piece
+from shoal.tensor.layout import TensorCut
 from shoal.tensor.moves import Move, Ring, collect, leave
+from shoal.torch_private import safe_softmax
 
 
-def attention_pieces(name: str, module: nn.MultiheadAttention) -> tuple[tuple[str, Piece], ...]:
+def attention_pieces(name: str, module: nn.MultiheadAttention) -> tuple[tuple[str, TensorCut], ...]:
     """How the parameters of an attention are cut by heads; names are those of the whole model.
 
-    >>> attention_pieces("attn", nn.MultiheadAttention(4, 2, bias=False))
-    (('attn.in_proj_weight', Piece(dim=0, groups=(4, 4, 4))), ('attn.out_proj.weight', Piece(dim=1, groups=(4,))))
+    >>> attention_pieces("attn", nn.MultiheadAttention(4, 2, bias=False))[0]
+    ('attn.in_proj_weight', TensorCut(dim=0, groups=(4, 4, 4)))
     """
     size = module.embed_dim
     pieces = {
-        "in_proj_weight": Piece(0, (size,) * 3),
-        "in_proj_bias": Piece(0, (size,) * 3),
-        "q_proj_weight": Piece(0, (size,)),
-        "k_proj_weight": Piece(0, (size,)),
-        "v_proj_weight": Piece(0, (size,)),
-        "out_proj.weight": Piece(1, (size,)),
+        "in_proj_weight": TensorCut(0, (size,) * 3),
+        "in_proj_bias": TensorCut(0, (size,) * 3),
+        "q_proj_weight": TensorCut(0, (size,)),
+        "k_proj_weight": TensorCut(0, (size,)),
+        "v_proj_weight": TensorCut(0, (size,)),
+        "out_proj.weight": TensorCut(1, (size,)),
     }
     present = {own for own, _ in module.named_parameters()}
     prefix = f"{name}." if name else ""
@@ -45,7 +46,11 @@ class LocalAttention:
     """
 
     def __init__(self, module: nn.MultiheadAttention, ring: Ring, come: Move, go: Move, bias: Move) -> None:
-        self.module, self.ring, self.come, self.go, self.bias = module, ring, come, go, bias
+        self.module = module
+        self.ring = ring
+        self.come = come
+        self.go = go
+        self.bias = bias
         self.heads = module.num_heads // ring.degree
 
     def __call__(
@@ -136,7 +141,7 @@ class LocalAttention:
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
         scores = scores if mask is None else scores + mask
         # As torch does: a position that sees nothing gives zero, or NaN if the weights are asked for.
-        weights = scores.softmax(-1) if need_weights else torch._safe_softmax(scores, -1)
+        weights = scores.softmax(-1) if need_weights else safe_softmax(scores, -1)
         if drop > 0.0:
             with Draws(self.ring, axis=1) as draws:
                 draws.inside = True

@@ -5,15 +5,15 @@ So the random stream goes on alike on all ranks, and the mask is the one that a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.tensor.layout import Piece, whole_like
+from shoal.seeds import Args, Kwargs, Operation
+from shoal.tensor.layout import TensorCut, whole_like
 from shoal.tensor.moves import Ring
+from shoal.torch_private import TorchDispatchMode
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -24,20 +24,26 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ring: Ring, axis: int, size: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ring, self.axis, self.size = ring, axis, size
+        self.ring = ring
+        self.axis = axis
+        self.size = size
         self.inside = False
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if self.inside and func is torch.ops.aten.bernoulli_.float:
-            return self.fill(*args, **(kwargs or {}))
+            mask, *settings = args
+            assert isinstance(mask, Tensor)
+            return self.fill(mask, lambda whole: func(whole, *settings, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
-    def fill(self, mask: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+    def fill(self, mask: Tensor, draw: Callable[[Tensor], object]) -> Tensor:
+        """Fill this rank's part of a mask with what `draw` gives the whole mask there."""
         local = mask.shape[self.axis]
         size = local * self.ring.degree if self.size is None else self.size
-        start, length = Piece(0, (size,)).spans(self.ring.degree, self.ring.rank)[0]
+        start, length = TensorCut(0, (size,)).spans(self.ring.degree, self.ring.rank)[0]
         assert length == local, f"a mask of {local} where the part has {length}"
-        whole = whole_like(mask, self.axis, size).bernoulli_(p, generator=generator)
+        whole = whole_like(mask, self.axis, size)
+        draw(whole)
         return mask.copy_(whole.narrow(self.axis, start, length))

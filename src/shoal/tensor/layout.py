@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorCut:
     """How one parameter is cut: along `dim`, whose length is packed out of `groups`.
 
-    >>> Piece(0, (6, 6, 6)).local(degree=2, rank=1)
+    >>> TensorCut(0, (6, 6, 6)).local(degree=2, rank=1)
     9
-    >>> Piece(1, (7,)).spans(degree=2, rank=1)
+    >>> TensorCut(1, (7,)).spans(degree=2, rank=1)
     [(4, 3)]
     """
 
@@ -50,15 +50,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What the tensor ranks hold: a `Piece` for each cut parameter, by name; all others are whole everywhere."""
+    """What the tensor ranks hold: a `TensorCut` for each cut parameter, by name; all others are whole everywhere."""
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorCut]
     degree: int
 
     def shares(self, name: str) -> float:
         """The weight of this rank's part in a sum over ranks: 1 if cut, 1/degree if all hold the same.
 
-        >>> layout = TensorLayout({"up.weight": Piece(0, (8,))}, degree=4)
+        >>> layout = TensorLayout({"up.weight": TensorCut(0, (8,))}, degree=4)
         >>> layout.shares("up.weight"), layout.shares("norm.weight")
         (1.0, 0.25)
         """
@@ -68,7 +68,7 @@ class TensorLayout:
 def cut(name: str, whole: Tensor, layout: TensorLayout, rank: int) -> Tensor:
     """The part of `whole` (the parameter `name`, or a tensor of its shape) that tensor rank `rank` holds.
 
-    >>> layout = TensorLayout({"qkv": Piece(0, (2, 2, 2))}, degree=2)
+    >>> layout = TensorLayout({"qkv": TensorCut(0, (2, 2, 2))}, degree=2)
     >>> cut("qkv", torch.arange(6), layout, rank=1)
     tensor([1, 3, 5])
     """
@@ -82,7 +82,7 @@ def cut(name: str, whole: Tensor, layout: TensorLayout, rank: int) -> Tensor:
 def assemble(name: str, parts: list[Tensor], layout: TensorLayout) -> Tensor:
     """The whole tensor out of the parts of all ranks, in rank order.
 
-    >>> layout = TensorLayout({"qkv": Piece(0, (2, 2, 2))}, degree=2)
+    >>> layout = TensorLayout({"qkv": TensorCut(0, (2, 2, 2))}, degree=2)
     >>> assemble("qkv", [torch.tensor([0, 2, 4]), torch.tensor([1, 3, 5])], layout)
     tensor([0, 1, 2, 3, 4, 5])
     """

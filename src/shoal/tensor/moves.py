@@ -8,15 +8,15 @@ but used by each rank for its own part has a gradient in terms.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from shoal.errors import ConfigError
 from shoal.tensor.layout import pad, whole_like
+from shoal.torch_private import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ def gathered(x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
     padded = pad(x, dim, max(sizes))
     table = padded.new_empty((ring.degree, *padded.shape))
     flat = table.view(ring.degree * padded.shape[0], *padded.shape[1:])
-    ring.group._allgather_base(flat, padded, c10d.AllgatherOptions()).wait()
+    all_gather(ring.group, flat, padded).wait()
     whole = whole_like(x, dim, sum(sizes))
     for part, piece in zip(table, whole.split_with_sizes(sizes, dim), strict=True):
         piece.copy_(part.narrow(dim, 0, piece.shape[dim]))
@@ -58,7 +58,7 @@ def reduced(x: Tensor, ring: Ring, dim: int) -> Tensor:
     parts = torch.stack(x.chunk(ring.degree, dim)).contiguous()
     result = torch.empty_like(parts[0])
     flat = parts.view(ring.degree * parts.shape[1], *parts.shape[2:])
-    ring.group._reduce_scatter_base(result, flat, c10d.ReduceScatterOptions()).wait()
+    reduce_scatter(ring.group, result, flat).wait()
     return result
 
 
@@ -67,70 +67,88 @@ def own(x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
     return x.narrow(dim, sum(sizes[: ring.rank]), sizes[ring.rank]).clone()
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """What a forward move keeps for its backward."""
+
+    ring: Ring
+    dim: int
+    sizes: list[int]
+
+
+# Each backward is another of these moves, so that a gradient can be differentiated once more.
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return total(grads[0], ctx.ring), None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None]:
+        return leave(grads[0], ctx.ring), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, x: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
         return total(x, ring)
 
     @staticmethod
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None]:
+        return enter(grads[0], ctx.ring), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
-        ctx.ring, ctx.dim, ctx.sizes = ring, dim, sizes
+    def forward(ctx: _Context, x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
+        ctx.ring = ring
+        ctx.dim = dim
+        ctx.sizes = sizes
         return gathered(x, ring, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return own(grads[0], ctx.ring, ctx.dim, ctx.sizes), None, None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _applied(_Part, grads[0], ctx.ring, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
-        ctx.ring, ctx.dim, ctx.sizes = ring, dim, sizes
+    def forward(ctx: _Context, x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
+        ctx.ring = ring
+        ctx.dim = dim
+        ctx.sizes = sizes
         return own(x, ring, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return gathered(grads[0], ctx.ring, ctx.dim, ctx.sizes), None, None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return collect(grads[0], ctx.ring, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int) -> Tensor:
-        ctx.ring, ctx.dim = ring, dim
+    def forward(ctx: _Context, x: Tensor, ring: Ring, dim: int) -> Tensor:
+        ctx.ring = ring
+        ctx.dim = dim
         return gathered(x, ring, dim, [x.shape[dim]] * ring.degree)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduced(grads[0], ctx.ring, ctx.dim), None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return settle(grads[0], ctx.ring, ctx.dim), None, None
 
 
 class _Settle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, dim: int) -> Tensor:
-        ctx.ring, ctx.dim = ring, dim
+    def forward(ctx: _Context, x: Tensor, ring: Ring, dim: int) -> Tensor:
+        ctx.ring = ring
+        ctx.dim = dim
         even(x, ring, dim)
         return reduced(x, ring, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grads[0], ctx.ring, ctx.dim, [grads[0].shape[ctx.dim]] * ctx.ring.degree), None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return spread(grads[0], ctx.ring, ctx.dim), None, None
 
 
 def enter(x: Tensor, ring: Ring) -> Tensor:
@@ -179,7 +197,7 @@ def even(x: Tensor, ring: Ring, dim: int) -> int:
     return length // ring.degree
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def _applied(function: type[torch.autograd.Function], *args: object) -> Tensor:
     result = function.apply(*args)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result

@@ -8,7 +8,6 @@ attention, nor masks that are drawn as one process draws them. Here one mechanis
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
-from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.tensor.attention import LocalAttention, local_of
 from shoal.tensor.draws import Draws
-from shoal.tensor.layout import Piece
+from shoal.tensor.layout import TensorCut
 from shoal.tensor.moves import Move, Ring, collect, enter, leave
 from shoal.tensor.projection import bias_of, project, weight_of
+from shoal.torch_private import reparametrize_module
 
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 
 
 def same(x: Tensor) -> Tensor:
@@ -40,7 +39,10 @@ class Between:
     """
 
     def __init__(self, come: Move, go: Move, bias: Move, draws: Draws | None) -> None:
-        self.come, self.go, self.bias, self.draws = come, go, bias, draws
+        self.come = come
+        self.go = go
+        self.bias = bias
+        self.draws = draws
         self.last: tuple[Tensor, bool, Tensor] | None = None
 
     def open(self, x: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class _Style(ParallelStyle):
         return module
 
 
-class Column(_Style):
+class ColumnStyle(_Style):
     """This rank's outputs of a projection."""
 
     def __init__(self, between: Between) -> None:
@@ -106,10 +108,14 @@ class Head(_Style):
     """The logits of this rank's words, then those of all; as a DTensor that stays cut if a loss can be taken of it."""
 
     def __init__(self, ring: Ring, words: int, keep: DeviceMesh | None) -> None:
-        self.ring, self.words, self.keep = ring, words, keep
+        self.ring = ring
+        self.words = words
+        self.keep = keep
 
     def forward_of(self, module: nn.Module) -> Forward:
-        sizes = [Piece(0, (self.words,)).local(self.ring.degree, rank) for rank in range(self.ring.degree)]
+        sizes = [
+            TensorCut(0, (self.words,)).local(self.ring.degree, rank) for rank in range(self.ring.degree)
+        ]
 
         def forward(x: Tensor) -> Tensor:
             x = enter(x, self.ring)
@@ -134,7 +140,7 @@ class Words(_Style):
 
     def forward_of(self, module: nn.Module) -> Forward:
         assert isinstance(module, nn.Embedding)
-        rows = Piece(0, (module.num_embeddings,))
+        rows = TensorCut(0, (module.num_embeddings,))
         start, length = rows.spans(self.ring.degree, self.ring.rank)[0]
         padding = None if module.padding_idx is None else module.padding_idx - start
         if padding is not None and not 0 <= padding < length:
@@ -153,7 +159,10 @@ class Heads(_Style):
     """This rank's heads of an `nn.MultiheadAttention`."""
 
     def __init__(self, ring: Ring, come: Move, go: Move, bias: Move) -> None:
-        self.ring, self.come, self.go, self.bias = ring, come, go, bias
+        self.ring = ring
+        self.come = come
+        self.go = go
+        self.bias = bias
 
     def forward_of(self, module: nn.Module) -> Forward:
         assert isinstance(module, nn.MultiheadAttention)
@@ -164,12 +173,14 @@ class Drawing(_Style):
     """A module in which masks for cut data are drawn; `always` if all of its data is cut."""
 
     def __init__(self, draws: Draws, always: bool) -> None:
-        self.draws, self.always = draws, always
+        self.draws = draws
+        self.always = always
 
     def forward_of(self, module: nn.Module) -> Forward:
-        before, draws = module.forward, self.draws
+        before = module.forward
+        draws = self.draws
 
-        def _forward(*args: Any, **kwargs: Any) -> Any:
+        def _forward(*args: object, **kwargs: object) -> object:
             draws.inside = self.always
             try:
                 with draws:
@@ -189,9 +200,9 @@ class Norm(_Style):
     def forward_of(self, module: nn.Module) -> Forward:
         before = module.forward
 
-        def _forward(*args: Any, **kwargs: Any) -> Any:
+        def _forward(*args: object, **kwargs: object) -> object:
             summed = {name: enter(p, self.ring) for name, p in module.named_parameters()}
-            with _reparametrize_module(module, summed):
+            with reparametrize_module(module, summed):
                 return before(*args, **kwargs)
 
         return _forward
@@ -201,23 +212,31 @@ class Around(_Style):
     """Moves the first tensor that goes into a module, and the first that comes out."""
 
     def __init__(self, come: Move = same, go: Move = same) -> None:
-        self.come, self.go = come, go
+        self.come = come
+        self.go = go
 
     def forward_of(self, module: nn.Module) -> Forward:
         before = module.forward
 
-        def _forward(*args: Any, **kwargs: Any) -> Any:
+        def _forward(*args: object, **kwargs: object) -> object:
             if args:
-                args = (self.come(args[0]), *args[1:])
+                args = (_moved(self.come, args[0]), *args[1:])
             else:
                 key = "hidden_states" if "hidden_states" in kwargs else "src"
-                kwargs = {**kwargs, key: self.come(kwargs[key])}
+                kwargs = {**kwargs, key: _moved(self.come, kwargs[key])}
             result = before(*args, **kwargs)
             if isinstance(result, Tensor):
                 return self.go(result)
             return (self.go(result[0]), *result[1:])
 
         return _forward
+
+
+def _moved(move: Move, value: object) -> object:
+    if move is same:
+        return value
+    assert isinstance(value, Tensor), f"a {type(value).__name__} where a module of this kind gets a tensor"
+    return move(value)
 
 
 def _part(parameter: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from shoal.testing.shape import Shape
+from shoal.testing.shape import JobShape
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Read:
 
 
 @dataclass
-class Write:
+class WriteEvent:
     """A part applied to a shard; never answered if its worker was lost first."""
 
     shard: int
@@ -31,11 +31,11 @@ class Write:
 
 
 @dataclass
-class History:
+class JobHistory:
     """What the workers saw."""
 
     reads: list[Read] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
+    writes: list[WriteEvent] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
     """(step, oldest step that was not over) of every claim."""
     updates: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class History:
     """The longest time between two answers that any worker saw."""
 
 
-def check_linearised(history: History, shards: int, label: str) -> None:
+def check_linearised(history: JobHistory, shards: int, label: str) -> None:
     """Reads and writes of each shard fit one order that agrees with time.
 
     Values only grow by parts, so three things suffice: a read has all that was answered before it was asked, nothing
@@ -75,14 +75,14 @@ def check_linearised(history: History, shards: int, label: str) -> None:
                 assert small.parts == large.parts, f"{label}: a later read of shard {shard} shows less"
 
 
-def counted_parts(history: History, shape: Shape, label: str) -> set[int]:
+def counted_parts(history: JobHistory, shape: JobShape, label: str) -> set[int]:
     """The parts that updates named; where they go together, all updates of a step name the same, and enough."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for step, parts in history.updates:
         found.setdefault(step, set()).add(parts)
     for step in range(shape.steps):
         named = found.get(step, set())
-        if shape.terms.at(step)[1]:
+        if shape.terms.clock(step).together:
             counts = {len(parts) for parts in named}
             assert len(named) == 1, f"{label}: updates of step {step} name different parts: {named}"
             assert counts == {shape.workers - shape.backup}, f"{label}: step {step} counts {counts} parts"
@@ -92,18 +92,20 @@ def counted_parts(history: History, shape: Shape, label: str) -> set[int]:
     return {step * shape.workers + part for step in found for parts in found[step] for part in parts}
 
 
-def check_clock(history: History, shape: Shape, counted: set[int], label: str) -> None:
+def check_clock(history: JobHistory, shape: JobShape, counted: set[int], label: str) -> None:
     """Nobody was further ahead than the clock of that step allows, or worked with values that were older."""
     for step, oldest in history.claims:
-        window, _ = shape.terms.at(step)
-        assert window < 0 or step - oldest <= window, f"{label}: a claim {step - oldest} steps ahead"
+        bound = shape.terms.clock(step).bound
+        assert bound is None or step - oldest <= bound, f"{label}: a claim {step - oldest} steps ahead"
     for read in history.reads:
         if read.step >= 0:
             due = {n for n in counted if _is_due(shape, n // shape.workers, read.step)}
             assert due <= read.parts, f"{label}: a read for step {read.step} is older than its clock allows"
 
 
-def _is_due(shape: Shape, step: int, reading: int) -> bool:
-    """Whether who works on one step must see another's updates: by its window, or because nobody goes on without."""
-    window, _ = shape.terms.at(reading)
-    return (window >= 0 and step < reading - window) or (step < reading and shape.terms.at(step)[1])
+def _is_due(shape: JobShape, step: int, reading: int) -> bool:
+    """Whether who works on one step must see another's updates: by its bound, or because nobody goes on without."""
+    bound = shape.terms.clock(reading).bound
+    return (bound is not None and step < reading - bound) or (
+        step < reading and shape.terms.clock(step).together
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-from shoal.server.client import Request
-from shoal.server.message import Kind, Message
+from shoal.server.client.conversations import Conversation
+from shoal.server.client.requests import Request
+from shoal.server.protocol.messages import Message, MessageKind, Send
 
 TICK = 0.05
 """Seconds between two calls of `on_time`."""
@@ -26,6 +27,10 @@ class Handler(Protocol):
 
     def on_message(self, source: int, message: Message, now: float) -> None: ...
     def on_time(self, now: float) -> None: ...
+
+
+H = TypeVar("H", bound=Handler)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Weather:
 class Network:
     """Processes and the messages between them.
 
-    >>> from shoal.server.message import Kind, Message
+    >>> from shoal.server.protocol.messages import Message, MessageKind, Send
     >>> class Echo:
     ...     def __init__(self, send): self.send, self.heard = send, []
     ...     def on_message(self, source, message, now): self.heard.append(source)
@@ -51,7 +56,7 @@ class Network:
     >>> network = Network(seed=1)
     >>> one = network.start(1, Echo)
     >>> two = network.start(2, Echo)
-    >>> one.send(2, Message(Kind.BYE))
+    >>> one.send(2, Message(MessageKind.BYE))
     >>> network.run(0.1)
     >>> two.heard
     [1]
@@ -63,20 +68,21 @@ class Network:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
-        self._processes: dict[int, tuple[int, Any]] = {}
+        self._processes: dict[int, tuple[int, Handler]] = {}
         """Id -> which life of it, and its handler."""
         self._lives = 0
         self._stopped: dict[int, float] = {}
         self._losing: dict[tuple[int, int], float] = {}
         self.messages = 0
 
-    def start(self, who: int, make: Callable[[Callable[[int, Message], None]], Any]) -> Any:
+    def start(self, who: int, make: Callable[[Send], H]) -> H:
         """Start a process: `make(send)` gives its handler."""
         self._lives += 1
         life = self._lives
 
         def send(target: int, message: Message) -> None:
-            if self._processes.get(who, (0, None))[0] == life:
+            current = self._processes.get(who)
+            if current is not None and current[0] == life:
                 self._send(who, target, message)
 
         made = make(send)
@@ -145,12 +151,13 @@ class Network:
         self.after(self.random.uniform(0, TICK), tick)
 
     def _send(self, source: int, target: int, message: Message) -> None:
-        draw, weather = self.random, self.weather
+        draw = self.random
+        weather = self.weather
         self.messages += 1
-        if message.kind == Kind.REPLY and message.tensor is not None:
+        if message.kind == MessageKind.REPLY and message.tensor is not None:
             message = replace(
                 message, tensor=message.tensor.clone()
-            )  # values go on changing; Post does the same
+            )  # values go on changing; ShmTransport does the same
         copies = 1
         if draw.random() < weather.lost or self._losing.get((source, target), 0.0) > self.now:
             copies = 0
@@ -171,15 +178,12 @@ class Network:
             current[1].on_message(source, message, self.now)
 
 
-def converse(
-    network: Network, conversation: Generator[Sequence[Request], None, Any], then: Callable[[Any], None]
-) -> None:
+def converse(network: Network, conversation: Conversation[T], then: Callable[[T], None]) -> None:
     """Run a conversation of a simulated worker: go on when the requests that it waits for are answered."""
-    result: Any = None
     try:
         waiting = next(conversation)
     except StopIteration as stop:
-        result = stop.value
+        result: T = stop.value
         network.after(0.0, lambda: then(result))
         return
     left = [request for request in waiting if not request.done]

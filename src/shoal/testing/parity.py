@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.exchange.base import Exchange
+from shoal.exchange.contract import Exchange
 from shoal.testing.toys import Toy
 from shoal.train.build import build
-from shoal.train.order import Order
-from shoal.train.parts import Parts
+from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
+from shoal.train.step_context import StepContext
+from shoal.types import StepReport
 from shoal.world.world import World
 
 
 @dataclass(frozen=True)
-class Trace:
+class ParityTrace:
     """What a run left behind."""
 
     losses: list[float]
@@ -34,19 +35,33 @@ def run_toy(
     accumulate: int | None = None,
     precision: str = "fp64",
     deterministic: bool = False,
-) -> Trace:
+) -> ParityTrace:
     """Train a toy in this world; every rank calls it."""
-    return run_order(world, toy_order(toy, strategy, accumulate, precision, deterministic), steps)
+    return trace_run(world, toy_order(toy, strategy, accumulate, precision, deterministic), steps)
 
 
-def run_order(world: World, order: Order, steps: int) -> Trace:
+def trace_run(world: World, config: RunConfig, steps: int) -> ParityTrace:
     """Train what is ordered in this world; every rank calls it."""
-    parts = build(order, world, record="")[1]
+    parts = build(config, world, record="")[1]
     try:
-        losses = [run_step(parts, number).loss for number in range(steps)]
-        return Trace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
+        losses, work = [], parts.exchange.work
+        # Servers hand out steps until there are none before `steps`; elsewhere a step without a stop is only a step.
+        stop = steps if parts.exchange.uses_servers else None
+        done = 0
+        while (stop or done < steps) and (view := work.next(done, stop)) is not None:
+            report = run_step(parts, view)
+            losses.append(report.loss)
+            done = max(done, report.number)
+        return ParityTrace(losses, parts.whole.parameters(), parts.whole.optimizer_state())
     finally:
         parts.exchange.close()
+
+
+def take_step(context: StepContext, number: int) -> StepReport:
+    """Train on one step by its number; a loop asks the work source which one comes next."""
+    view = context.exchange.work.next(number, None)
+    assert view is not None, f"step {number} is not to be had"
+    return run_step(context, view)
 
 
 def toy_parts(
@@ -56,7 +71,7 @@ def toy_parts(
     accumulate: int | None = None,
     precision: str = "fp64",
     deterministic: bool = False,
-) -> Parts:
+) -> StepContext:
     """What it takes to train a toy, step by step."""
     return build(toy_order(toy, strategy, accumulate, precision, deterministic), world, record="")[1]
 
@@ -67,9 +82,9 @@ def toy_order(
     accumulate: int | None = None,
     precision: str = "fp64",
     deterministic: bool = False,
-) -> Order:
+) -> RunConfig:
     """A toy as `build` takes it; `dataclasses.replace` changes what else there is."""
-    return Order(
+    return RunConfig(
         model=toy.model,
         loss=toy.loss,
         optimizer=toy.optimizer,
@@ -87,12 +102,12 @@ def toy_order(
 def give_parameters(exchange: Exchange, values: Mapping[str, torch.Tensor]) -> None:
     """Fill what an exchange holds with whole values, such as its `parameters` gives without tensor parallel."""
     with torch.no_grad():
-        for held in exchange.held():
+        for held in exchange.parameter_shards():
             part = values[held.name].reshape(-1)[held.start : held.start + held.tensor.numel()]
             held.tensor.copy_(part.view(held.tensor.shape))
 
 
-def largest_difference(a: Trace, b: Trace) -> tuple[float, str]:
+def largest_difference(a: ParityTrace, b: ParityTrace) -> tuple[float, str]:
     """The largest difference between two runs, relative to the size of the numbers, and where it is."""
     worst = (0.0, "nowhere")
     for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)):

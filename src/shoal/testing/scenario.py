@@ -9,30 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.server.chain import Send
-from shoal.server.coordinator import Coordinator
-from shoal.server.dense import Dense
-from shoal.server.ledger import Ledger
-from shoal.server.machine import Machine, Operation
-from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR, Node
-from shoal.server.view import View
-from shoal.testing.history import History, check_clock, check_linearised, counted_parts
+from shoal.server.dense.dense_machine import Dense
+from shoal.server.ledger.ledger_machine import Ledger
+from shoal.server.node import Node
+from shoal.server.protocol.messages import COORDINATOR, Message, MessageKind, Send
+from shoal.server.protocol.state_machine import Machine, Operation
+from shoal.server.protocol.view import View
+from shoal.server.replication.coordinator import Coordinator
+from shoal.testing.history import JobHistory, check_clock, check_linearised, counted_parts
 from shoal.testing.network import Network
-from shoal.testing.shape import Shape
+from shoal.testing.shape import JobShape
 from shoal.testing.simulated_worker import SimulatedReader, SimulatedWorker
 
 SILENCE = 2.0
 """Simulated seconds after which a silent process counts as gone."""
 
 
-class Tide:
+class SimulatedJob:
     """One run of a Shape."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: JobShape) -> None:
         self.shape = shape
         self.network = Network(shape.seed, shape.weather)
-        self.history = History()
+        self.history = JobHistory()
         self.nodes: dict[int, Node] = {}
         self._next_id = 100
         self._generation = 0
@@ -51,7 +50,7 @@ class Tide:
             self._start_reader()
         self._plan_faults()
 
-    def run(self, seconds: float = 120.0) -> History:
+    def run(self, seconds: float = 120.0) -> JobHistory:
         """Until all workers are done."""
         self.network.run(seconds, until=lambda: self.history.finished >= self.shape.workers)
         if self.history.finished < self.shape.workers:
@@ -92,7 +91,8 @@ class Tide:
         self.network.start(me, lambda send: SimulatedReader(self, me, send))
 
     def _plan_faults(self) -> None:
-        shape, draw = self.shape, self.network.random
+        shape = self.shape
+        draw = self.network.random
         at = 0.3
         for _ in range(shape.server_kills):
             at += draw.uniform(0.02, 0.6)
@@ -185,7 +185,7 @@ class Tide:
         """Sends as a worker does; its update may get to a head that cannot pass it on."""
 
         def sent(target: int, message: Message) -> None:
-            updates = message.kind == Kind.CALL and message.meta[0] == "apply"
+            updates = message.kind == MessageKind.CALL and message.meta[0] == "apply"
             if updates and self._partings and self._recovered():
                 assert self.coordinator is not None
                 self._partings -= 1
@@ -235,10 +235,10 @@ class Tide:
         left: list[int] = []
 
         def cut(target: int, message: Message) -> None:
-            if message.kind == Kind.VIEW and message.epoch > self._newest:
+            if message.kind == MessageKind.VIEW and message.epoch > self._newest:
                 self._newest = message.epoch
                 left[:] = [self._fuses.pop()] if self._fuses else []
-            if message.kind == Kind.VIEW and left:
+            if message.kind == MessageKind.VIEW and left:
                 left[0] -= 1
                 if left[0] < 0:
                     left.clear()
@@ -272,24 +272,26 @@ class Tide:
         worker = self._busy_worker()
         if worker is None:
             return
-        rank, victim = worker.rank, worker.me
+        rank = worker.rank
+        victim = worker.me
         self.network.kill(victim)
         if self.network.random.random() < 0.5:
             self.network.after(0.01, lambda: self._say_gone(victim))
         self.network.after(self.network.random.uniform(0.05, 3.0), lambda: self._start_worker(rank))
 
 
-def check(tide: Tide) -> None:
+def check(job: SimulatedJob) -> None:
     """What must hold after any run, whatever happened in it."""
-    shape, history = tide.shape, tide.history
+    shape = job.shape
+    history = job.history
     label = f"seed {shape.seed}"
-    assert tide.coordinator is not None
-    assert not tide.coordinator.view.failed, f"{label}: {tide.coordinator.view.failed}"
+    assert job.coordinator is not None
+    assert not job.coordinator.view.failed, f"{label}: {job.coordinator.view.failed}"
     counted = counted_parts(history, shape, label)
     wanted = [-float(number in counted) for number in range(shape.steps * shape.workers)]
     for shard in range(1, shape.shards + 1):
-        for server in tide.coordinator.view.chains[shard]:
-            chain = tide.nodes[server].chains[shard]
+        for server in job.coordinator.view.chains[shard]:
+            chain = job.nodes[server].chains[shard]
             values = chain.machine.answer(Operation("values", 0, {"applied": 0}))
             assert values is not None
             assert values.tensor is not None

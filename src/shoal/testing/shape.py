@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
-from shoal.server.steps import WorkTerms
+from shoal.clock import make_clocks
+from shoal.server.protocol.work_terms import WorkTerms
 from shoal.testing.network import Weather
+
+CLOCKS = ("bsp", "ssp(1)", "ssp(2)", "asp", "dssp(1, 3)")
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """A job and its faults."""
 
     seed: int
@@ -22,10 +25,9 @@ class Shape:
     """Processes that only look at values, over and over."""
     shards: int = 2
     steps: int = 4
-    window: int = 0
-    """0: parts together (bsp); above: so many steps ahead; -1: no bound."""
-    then: int | None = None
-    """The window from step `after` on, if it is another."""
+    clock: str = "bsp"
+    then: str = ""
+    """The clock from step `after` on, if it is another."""
     after: int = 0
     backup: int = 0
     """Where parts are together: so many of a step are not waited for."""
@@ -48,32 +50,30 @@ class Shape:
     """Workers that compute for longer than the patience and give signs of life all the while."""
     weather: Weather = field(default_factory=Weather)
 
-    @property
+    @cached_property
     def terms(self) -> WorkTerms:
         """What the workers agree on."""
-        windows = [[0, self.window, int(self.window == 0)]]
-        if self.then is not None:
-            windows.append([self.after, self.then, int(self.then == 0)])
-        return WorkTerms(self.workers, windows, self.backup)
+        return WorkTerms(self.workers, make_clocks(self.clock, None, self.then, self.after), self.backup)
 
     @property
     def holds_parts(self) -> bool:
-        """Whether servers keep parts apart until they are told which of them count."""
-        return self.backup > 0 or any(not together for _, _, together in self.terms.windows)
+        """Whether servers keep parts one by one until it is known which of them count."""
+        return self.backup > 0 or not self.terms.together
 
 
-def shape_of(seed: int, server_kills: int = 1) -> Shape:
+def shape_of(seed: int, server_kills: int = 1) -> JobShape:
     """A job drawn by its seed: every clock, good and bad networks, all kinds of faults."""
     draw = random.Random(seed * 7919 + 1)
-    workers, steps = draw.choice([2, 3]), draw.choice([3, 5])
-    clock: dict[str, Any] = {"window": draw.choice([0, 0, 1, 2, -1])}
-    if draw.random() < 0.3:
-        clock |= {"then": draw.choice([0, 1, 2, -1]), "after": draw.randrange(1, steps)}
-    if 0 in (clock["window"], clock.get("then")) and draw.random() < 0.4:
-        clock["backup"] = draw.randrange(1, workers)
+    workers = draw.choice([2, 3])
+    steps = draw.choice([3, 5])
+    clock = draw.choice(["bsp", *CLOCKS])
+    two = draw.random() < 0.4
+    then = draw.choice(CLOCKS) if two else ""
+    after = draw.randrange(1, steps) if two else 0
+    backup = draw.randrange(1, workers) if "bsp" in (clock, then) and draw.random() < 0.5 else 0
     hangs = draw.choice([0, 0, 0, 1])
     replicas = draw.choice([2, 2, 2, 3])
-    return Shape(
+    return JobShape(
         seed=seed,
         servers=replicas + draw.choice([0, 1]),
         replicas=replicas,
@@ -82,7 +82,10 @@ def shape_of(seed: int, server_kills: int = 1) -> Shape:
         readers=draw.choice([0, 0, 1]),
         shards=draw.choice([1, 2]),
         steps=steps,
-        **clock,
+        clock=clock,
+        then=then,
+        after=after,
+        backup=backup,
         patience=0.8 if hangs else 60.0,
         server_kills=server_kills,
         server_stops=draw.choice([0, 0, 0, 1]),

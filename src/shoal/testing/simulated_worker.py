@@ -3,70 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from shoal.server.client import Client, Request
-from shoal.server.message import Kind, Message
-from shoal.server.node import COORDINATOR
-from shoal.server.view import LEDGER
-from shoal.server.work import Claim, Work
-from shoal.testing.history import History, Read, Write
+from shoal.server.client.conversations import Claim, Conversation, WorkerProtocol
+from shoal.server.client.requests import Client, Request
+from shoal.server.protocol.ledger_answers import TallyAnswer
+from shoal.server.protocol.messages import COORDINATOR, Message, MessageKind
+from shoal.server.protocol.view import LEDGER
+from shoal.testing.history import JobHistory, Read, WriteEvent
 from shoal.testing.network import Network, converse
-from shoal.testing.shape import Shape
+from shoal.testing.shape import JobShape
 
 
-class Sea(Protocol):
-    """What workers swim in."""
+class JobView(Protocol):
+    """What a simulated worker uses of its job."""
 
-    shape: Shape
+    shape: JobShape
     network: Network
-    history: History
+    history: JobHistory
 
 
 class SimulatedWorker:
     """A worker that computes nothing: its conversations are the real ones."""
 
-    def __init__(self, tide: Sea, me: int, rank: int, send: Callable[[int, Message], None]) -> None:
-        self.tide, self.me, self.rank, self._send = tide, me, rank, send
-        shape = tide.shape
+    def __init__(self, job: JobView, me: int, rank: int, send: Callable[[int, Message], None]) -> None:
+        self.job = job
+        self.me = me
+        self.rank = rank
+        self._send = send
+        shape = job.shape
         self.client = Client(me, send)
-        self.work = Work(self.client, rank, range(1, shape.shards + 1))
+        self.work = WorkerProtocol(self.client, rank, range(1, shape.shards + 1))
         self.finished = False
         self.hang = 0.0
         """Seconds that its next part takes longer."""
         self._held_since: float | None = None
         self._beat = -1.0
-        self._heard = tide.network.now
-        converse(tide.network, self._live(), self._end)
+        self._heard = job.network.now
+        converse(job.network, self._live(), self._end)
 
     def on_message(self, source: int, message: Message, now: float) -> None:
         del source
-        if message.kind == Kind.REPLY and not self.finished:
-            self.tide.history.longest = max(self.tide.history.longest, now - self._heard)
+        if message.kind == MessageKind.REPLY and not self.finished:
+            self.job.history.longest = max(self.job.history.longest, now - self._heard)
             self._heard = now
         self.client.on_message(message, now)
 
     def on_time(self, now: float) -> None:
         self.client.on_time(now)
-        shape = self.tide.shape
+        shape = self.job.shape
         kinds = ["ledger", *["dense"] * shape.shards]
         terms = [[1] * (shape.shards + 1), kinds, shape.servers, shape.replicas, shape.patience]
         if now - self._beat >= 0.1 and not self.finished:
             self._beat = now
             held = 0.0 if self._held_since is None else now - self._held_since
-            told = {"role": "worker", "rank": self.rank, "held": held, "terms": terms}
-            self._send(COORDINATOR, Message(Kind.ALIVE, self.client.view.epoch, client=self.me, meta=told))
+            sign = {"role": "worker", "rank": self.rank, "held": held, "terms": terms}
+            self._send(
+                COORDINATOR, Message(MessageKind.ALIVE, self.client.view.epoch, client=self.me, meta=sign)
+            )
 
-    def _end(self, _: Any) -> None:
+    def _end(self, _: object) -> None:
         self.finished = True
-        self.tide.history.finished += 1
-        self._send(COORDINATOR, Message(Kind.BYE, client=self.me))
+        self.job.history.finished += 1
+        self._send(COORDINATOR, Message(MessageKind.BYE, client=self.me))
 
     def _live(self) -> Generator[Sequence[Request], None, None]:
-        shape, work = self.tide.shape, self.work
+        shape = self.job.shape
+        work = self.work
         joined = yield from work.join()
         if not joined["ready"]:
             if self.rank == 0:
@@ -83,24 +88,26 @@ class SimulatedWorker:
                 yield requests
                 yield from work.begin(0, None)
             yield from work.wait_ready()
-        yield from work.agree(asdict(shape.terms))
+        yield from work.agree(shape.terms.message())
         while (claim := (yield from work.claim(shape.steps))) is not None:
-            self._held_since = self.tide.network.now
-            self.tide.history.claims.append((claim.step, claim.floor))
+            self._held_since = self.job.network.now
+            self.job.history.claims.append((claim.step, claim.floor))
             yield from self._step(claim)
             self._held_since = None
 
     def _step(self, claim: Claim) -> Generator[Sequence[Request], None, None]:
-        work, step = self.work, claim.step
-        together = self.tide.shape.terms.at(step)[1]
+        work = self.work
+        step = claim.step
+        together = self.job.shape.terms.clock(step).together
         yield from self._read(step, step if together else 0)
-        part, found = claim.part, dict[str, Any]()
+        part = claim.part
+        found: TallyAnswer = {}
         if part < 0:
             found = yield from self._tally(step)
             part = found.get("part", -1)
         while part >= 0:
             yield from self._compute()
-            self.tide.history.computed.append((step, part))
+            self.job.history.computed.append((step, part))
             for shard in work.shards:
                 work.stage(shard, (step, part), 0, self._gradient(step, part))
             if not together:
@@ -111,20 +118,22 @@ class SimulatedWorker:
             found = yield from self._tally(step)
             part = found.get("part", -1)
         if "over" not in found:
-            yield from self._apply(step, [part for part, _ in found["parts"]])
+            yield from self._apply(step, [int(part) for part, _ in found["parts"]])
             work.applied(step)
 
-    def _tally(self, step: int) -> Generator[Sequence[Request], None, dict[str, Any]]:
+    def _tally(self, step: int) -> Conversation[TallyAnswer]:
         """What a step came to, or a part of it that has become free."""
         self._held_since = None  # to wait is not to hold anything up
         found = yield from self.work.tally(step)
-        self._held_since = self.tide.network.now if "part" in found else None
+        self._held_since = self.job.network.now if "part" in found else None
         return found
 
     def _apply(self, step: int, parts: Sequence[int]) -> Generator[Sequence[Request], None, None]:
-        shape, history, network = self.tide.shape, self.tide.history, self.tide.network
+        shape = self.job.shape
+        history = self.job.history
+        network = self.job.network
         yield from self.work.staged()
-        started: list[Write] = []
+        started: list[WriteEvent] = []
         args = {
             "parts": [[part, 1.0] for part in parts],
             "factor": 1.0,
@@ -137,7 +146,7 @@ class SimulatedWorker:
         requests = []
         for shard in self.work.shards:
             for part in parts:
-                started.append(Write(shard, network.now, float("inf"), step * shape.workers + part))
+                started.append(WriteEvent(shard, network.now, float("inf"), step * shape.workers + part))
             requests.append(self.client.call(shard, "apply", args, step))
         history.writes.extend(started)
         history.updates.append((step, tuple(parts)))
@@ -146,7 +155,7 @@ class SimulatedWorker:
             write.answered = network.now
 
     def _read(self, step: int, applied: int) -> Generator[Sequence[Request], None, None]:
-        network = self.tide.network
+        network = self.job.network
         asked = network.now
         requests = [self.client.ask(shard, "values", {"applied": applied}) for shard in self.work.shards]
         for request in requests:
@@ -156,43 +165,44 @@ class SimulatedWorker:
             values = request.answer.tensor
             parts = frozenset(torch.nonzero(values).view(-1).tolist())
             assert set(values.tolist()) <= {0.0, -1.0}, f"a part was applied twice: {values.tolist()}"
-            self.tide.history.reads.append(Read(request.shard, asked, network.now, step, parts))
+            self.job.history.reads.append(Read(request.shard, asked, network.now, step, parts))
 
     def _compute(self) -> Generator[Sequence[Request], None, None]:
         """Takes some time, a slow worker's more."""
-        slow = 8 if self.rank == 1 and self.tide.network.random.random() < 0.3 else 1
-        hang, self.hang = self.hang, 0.0
-        yield from self._sleep(self.tide.network.random.uniform(0.01, 0.05) * slow + hang)
+        slow = 8 if self.rank == 1 and self.job.network.random.random() < 0.3 else 1
+        hang = self.hang
+        self.hang = 0.0
+        yield from self._sleep(self.job.network.random.uniform(0.01, 0.05) * slow + hang)
 
     def _sleep(self, seconds: float) -> Generator[Sequence[Request], None, None]:
-        done = Request(Kind.ASK, LEDGER, 0, "", None, 0, None, None)
+        done = Request(MessageKind.ASK, LEDGER, 0, "", None, 0, None, None)
 
         def finish() -> None:
             done.done = True
             if done.then is not None:
                 done.then(done)
 
-        self.tide.network.work(self.me, seconds, finish)
+        self.job.network.work(self.me, seconds, finish)
         yield (done,)
 
     def _gradient(self, step: int, part: int) -> torch.Tensor:
-        gradient = torch.zeros(self.tide.shape.steps * self.tide.shape.workers, dtype=torch.float64)
-        gradient[step * self.tide.shape.workers + part] = 1.0
+        gradient = torch.zeros(self.job.shape.steps * self.job.shape.workers, dtype=torch.float64)
+        gradient[step * self.job.shape.workers + part] = 1.0
         return gradient
 
 
 class SimulatedReader(SimulatedWorker):
     """Reads all shards, again and again, and does no work: it sees what workers are too busy to see."""
 
-    def __init__(self, tide: Sea, me: int, send: Callable[[int, Message], None]) -> None:
-        super().__init__(tide, me, tide.shape.workers, send)
+    def __init__(self, job: JobView, me: int, send: Callable[[int, Message], None]) -> None:
+        super().__init__(job, me, job.shape.workers, send)
 
     def _live(self) -> Generator[Sequence[Request], None, None]:
         yield from self.work.wait_ready()
-        while self.tide.history.finished < self.tide.shape.workers:
+        while self.job.history.finished < self.job.shape.workers:
             yield from self._read(-1, 0)
-            yield from self._sleep(self.tide.network.random.uniform(0.0, 0.03))
+            yield from self._sleep(self.job.network.random.uniform(0.0, 0.03))
 
-    def _end(self, _: Any) -> None:
+    def _end(self, _: object) -> None:
         self.finished = True
-        self._send(COORDINATOR, Message(Kind.BYE, client=self.me))
+        self._send(COORDINATOR, Message(MessageKind.BYE, client=self.me))

@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.world.launch import Launch
 from shoal.world.world import World
+
+T = TypeVar("T")
 
 PRELOADED = ["torch", "torch._dynamo", "shoal.train.run", "pytest", "hypothesis"]
 """What workers and the modules of tests import; what is not installed is passed over."""
@@ -39,13 +41,13 @@ def warm() -> ForkServerContext:
 
 
 def spawn(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     workers: int,
-    *args: Any,
+    *args: object,
     timeout: float = 120.0,
     hosts: Sequence[str] | None = None,
     backend: str = "auto",
-) -> list[Any]:
+) -> list[T]:
     """`function(world, *args)` on every one of `workers` processes; its results in rank order.
 
     `hosts` names the host that each rank counts as: ["a", "a", "b", "b"] makes two hosts of two workers.
@@ -67,7 +69,9 @@ def spawn(
         for _, sender in pipes:
             sender.close()
         try:
-            results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout)
+            results: list[T] = _collect(
+                [receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout
+            )
         except BaseException:
             _kill(processes)
             raise
@@ -79,7 +83,11 @@ def spawn(
 
 
 def _work(
-    sender: Connection, launch: Launch, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+    sender: Connection,
+    launch: Launch,
+    backend: str,
+    function: Callable[..., object],
+    args: tuple[object, ...],
 ) -> None:
     os.environ["SHOAL_HOST"] = launch.host
     world = None
@@ -95,7 +103,7 @@ def _work(
             world.close()
 
 
-def _send(sender: Connection, good: bool, value: Any) -> None:
+def _send(sender: Connection, good: bool, value: object) -> None:
     # Plain pickle through a private pipe from our own child; Connection.send would pass tensors as open files,
     # which are gone when the child is.
     sender.send_bytes(pickle.dumps((good, value)))
@@ -116,7 +124,8 @@ def _collect(receivers: list[Connection], deadline: float, timeout: float) -> li
             try:
                 good, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                good, value = False, "ended without a word (killed?)"
+                good = False
+                value = "ended without a word (killed?)"
             if good:
                 results[rank] = value
             else:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,7 +77,7 @@ class Odd(nn.Module):
         return out
 
 
-class Dropped(nn.Module):
+class DropoutModel(nn.Module):
     """Dropout: equal only if the random streams follow the samples and not the ranks."""
 
     def __init__(self) -> None:
@@ -91,7 +90,7 @@ class Dropped(nn.Module):
         return out
 
 
-class Chain(nn.Module):
+class ChainModel(nn.Module):
     """Layers in a row: the lower ones frozen, one that only some batches pass, one that none does, dropout, and samples
     that look at each other, so that a row too many would be noticed."""
 
@@ -150,7 +149,7 @@ def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     )
 
 
-def classify(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+def classify(output: torch.Tensor, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Cross-entropy; some labels are padding, so counts differ between ranks and from the batch size."""
     labels = batch[1].reshape(-1)
     total = F.cross_entropy(output.reshape(len(labels), -1), labels, reduction="sum", ignore_index=-1)
@@ -169,9 +168,9 @@ class Toy:
     accumulate: int = 1
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
     clip: float | None = None
-    loss: Callable[[Any, Any], tuple[torch.Tensor, int]] = classify
+    loss: Callable[[torch.Tensor, Sequence[torch.Tensor]], tuple[torch.Tensor, int]] = classify
 
-    def data(self) -> Dataset[Any]:
+    def data(self) -> Dataset[object]:
         """The samples; always the same."""
         generator = torch.Generator().manual_seed(5)
         if self.tokens:
@@ -193,8 +192,8 @@ TABLE: Table[Toy] = Table(
         "odd": Toy("sizes nothing divides, clipped", Odd, clip=0.1),
         "uneven": Toy("a last batch too small for some workers", Odd, samples=26, global_batch=12),
         "accumulated": Toy("three micro-batches a step", Odd, accumulate=3, clip=0.5),
-        "dropout": Toy("random streams", Dropped),
-        "chain": Toy("frozen, skipped and unused layers", Chain, samples=26),
+        "dropout": Toy("random streams", DropoutModel),
+        "chain": Toy("frozen, skipped and unused layers", ChainModel, samples=26),
         "drawing": Toy("dropout inside of blocks", partial(Stack, 0.1), tokens=True, optimizer=grouped),
         "stack": Toy("a transformer, clipped", Stack, tokens=True, optimizer=grouped, clip=0.5),
     },

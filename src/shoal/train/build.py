@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from shoal import exchange, partition, pipeline
+from shoal import exchange, partition
 from shoal.blocks import find_blocks
+from shoal.call import call_model
 from shoal.config import degree_of
-from shoal.data.batch import convert, default_inputs
+from shoal.data.batch import ModelInputs, convert
 from shoal.data.feed import Feed
-from shoal.data.source import is_stream
-from shoal.data.stream import make_loader
+from shoal.data.loader import Loader
+from shoal.data.stream import StreamLoader, make_loader
 from shoal.errors import ConfigError
+from shoal.exchange.embeddings.embedding_tables import check_rows
 from shoal.exchange.setup import Setup
-from shoal.exchange.tables import check_rows
 from shoal.optimizer import check_trainable
-from shoal.partition.block import Block
-from shoal.pipeline.base import Schedule
+from shoal.partition.block import BlockPartition
 from shoal.plan.check import (
     check_text,
     compressor_of,
@@ -31,106 +32,186 @@ from shoal.plan.check import (
 )
 from shoal.report.meter import Meter
 from shoal.tensor import loss_context
-from shoal.train import precision
-from shoal.train.apart import apart, order_of_use, sharers
-from shoal.train.balance_rules import balance_of, check_balance
-from shoal.train.balancing import key_for, stage_speeds
-from shoal.train.batchnorm import Presence, has_batchnorm, own_batchnorm, sync_batchnorm
-from shoal.train.clip import make_clip
-from shoal.train.divide import Divided, Found, Trial, divide, find_division
-from shoal.train.model import Values, agree_on_model, make_model
-from shoal.train.order import Order, check_kinds
-from shoal.train.parts import Parts
-from shoal.train.pipelined import Job, Pipelined
-from shoal.train.recompute import recompute_blocks
+from shoal.train.balancing.balance_rules import balance_of
+from shoal.train.balancing.balancing import key_for, stage_speeds
+from shoal.train.model.buffer_rules import power_vectors, watched, words_for
+from shoal.train.model.buffers import BufferWatch, Reconciled
+from shoal.train.model.compile_blocks import Compiler, compile_blocks, compiler_for, uncompiled
+from shoal.train.model.divide import Divided, Division, Trial, divide, find_division
+from shoal.train.model.gathered_penalty import Outline
+from shoal.train.model.gradient_hooks import HookRules, TrainedSet
+from shoal.train.model.make import Values, agree_on_model, make_model
+from shoal.train.model.random_streams import RandomStreams
+from shoal.train.model.recompute import recompute_blocks
+from shoal.train.model.restless import Restless
+from shoal.train.model.sync_batchnorm import Presence, own_batchnorm, sync_batchnorm
+from shoal.train.model.whole_model import ModelShape, Whole
+from shoal.train.pipelined import Pipelined, StageJob
 from shoal.train.record import Recorder
-from shoal.train.rules import check_fit
-from shoal.train.streams import Streams
-from shoal.train.whole import Shape, Whole
+from shoal.train.rules import (
+    check_compile,
+    check_fit,
+    check_numbers,
+    check_own_batchnorm,
+    cuts_parameters,
+    facts_of,
+    parts_models,
+    plan_schedule,
+    why_not_gather,
+)
+from shoal.train.run_config import RunConfig, adopt_loader, check_kinds
+from shoal.train.server_setup import order_of_use, sharers, uses_servers
+from shoal.train.step_context import StepContext
+from shoal.train.technique import precision
+from shoal.train.technique.averages import Averages
+from shoal.train.technique.clip import make_clip
+from shoal.train.technique.gather import Gather
+from shoal.train.technique.metrics import TrainingMetrics
+from shoal.train.technique.own_loss import OwnLoss, as_returned
+from shoal.train.technique.split_check import FirstLoss
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
 
-def build(order: Order, world: World, record: str) -> tuple[Plan, Parts]:
+def build(config: RunConfig, world: World, record: str) -> tuple[Plan, StepContext]:
     """Make every part of a step. Every rank calls it."""
-    plan = check_text(order.strategy, world.size)
-    check_kinds(order)
-    mesh = Mesh.apart(world) if apart(plan) else open_mesh(plan, world)
-    check_numbers(order, plan, mesh)
-    if order.deterministic:
+    plan = check_text(config.strategy, world.size)
+    adopt_loader(config)
+    check_kinds(config)
+    mesh = Mesh.ungrouped(world) if uses_servers(plan) else open_mesh(plan, world)
+    check_numbers(config, plan, mesh)
+    if config.deterministic:
         torch.use_deterministic_algorithms(True)
-    return plan, _make_parts(order, plan, mesh, record)
+    context = _make_parts(config, plan, mesh, record)
+    if context.recorder is not None:
+        context.recorder.facts = _facts_from(context)
+    return plan, context
 
 
-def _make_parts(order: Order, plan: Plan, mesh: Mesh, record: str) -> Parts:
-    world, chosen, clip = mesh.world, precision.TABLE.look_up(order.precision), make_clip(order.clip)
-    feed = make_feed(order, plan, mesh)
-    model, values = _make_model(order, plan, mesh, record)
-    recorder = Recorder(record, world.rank, _stands_for(order, feed), promise_of(plan)) if record else None
-    if recorder is not None:
-        recorder.start(model)
-    agree_on_model(model, mesh.data if apart(plan) else world)
-    _check_model(model, plan)
-    shape, blocks, divided = Shape.of(model), find_blocks(model), divide_model(order, plan, mesh, model, feed)
-    presence = prepare_layers(order, model, mesh, blocks)
-    streams = Streams(model, blocks, order.seed)
-    job = Job(order.inputs or default_inputs, order.loss, chosen, streams, presence, world.device)
+def _facts_from(context: StepContext) -> Callable[[], dict[str, object]]:
+    """What `shoal verify` wants to know of a program once it has made a step."""
+    feed = context.loader.feed
+    restless = Restless(context.model, feed)
+
+    def facts() -> dict[str, object]:
+        found = restless.facts(draws=bool(context.streams.by_module))
+        gathers, parts = context.gather.used, feed.size * feed.accumulate
+        return {**found, "gathers": gathers, "parts": parts, "finding": context.finding}
+
+    return facts
+
+
+def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepContext:
+    world, feed, clip = mesh.world, make_feed(config, plan, mesh), make_clip(config.clip)
+    chosen = precision.TABLE.look_up(config.precision)
+    model, values, compiler, recorder = _agreed_model(config, plan, mesh, record, feed)
+    given = config.loss or make_own_loss(config, model, feed, world.device, whole=values is None)
+    outline = Outline(model) if config.penalty is not None and parts_models(plan, mesh) else None
+    rules = hook_rules(plan, mesh, config)
+    rules.check(model, world.rank == 0)
+    shape, blocks, words = ModelShape.of(model), find_blocks(model), words_for(model, config.buffers)
+    divided = divide_model(config, plan, mesh, model, feed)
+    if compiler is not None:  # inside of what is computed again
+        compile_blocks(model, blocks, compiler, lambda: not streams.watching)
+    presence, metrics = prepare_layers(config, model, mesh, blocks), _make_metrics(config, plan, mesh)
+    streams, loss = RandomStreams(model, blocks, config.seed), metrics.watch(given, presence)
+    buffers, watch = reconcile_buffers(config, plan, mesh, model, words)
+    job = StageJob(inputs_of(config, model), loss, chosen, streams, presence, world.device, buffers)
     pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
-    made = exchange.make_exchange(
-        plan.exchange,
-        Setup(
-            model=model,
-            make_optimizer=order.optimizer,
-            world=sharers(plan, mesh),
-            accumulate=order.accumulate,
-            deterministic=order.deterministic,
-            model_world=mesh.model,
-            shares=divided.shares,
-            mesh=mesh.torch,
-            blocks=blocks,
-            root=pipelined.root if pipelined is not None else None,
-            values=values,
-            seed=order.seed,
-            recorded=bool(record),
-            order=order_of_use(make_trial(order, model, feed, world.device)) if apart(plan) else (),
-            peers=mesh.joined,
-            compressor=compressor_of(plan),
-        ),
-    )
-    check_fit(order, plan, made, divided)
+    order = order_of_use(make_trial(config, model, feed, world.device)) if uses_servers(plan) else ()
+    root = pipelined.root if pipelined is not None else None
+    setup = make_setup(config, plan, mesh, model, divided)
+    setup = replace(setup, blocks=blocks, root=root, values=values, recorded=bool(record), order=order)
+    made = exchange.make_exchange(plan.exchange, setup)
+    check_fit(config, plan, made, divided)
     options = tensor_options(plan)
     if pipelined is not None:
-        pipelined.connect(made, lambda: loss_context(options))
-    return Parts(
+        pipelined.connect(made, partial(loss_context, options))
+    if isinstance(given, OwnLoss) and not given.settled:
+        settle(given, config, model, feed, world.device)
+    return StepContext(
         mesh=mesh,
         model=model,
         pipeline=pipelined,
-        loss=order.loss,
+        loss=loss if isinstance(given, OwnLoss) else FirstLoss(loss),
         inputs=job.inputs,
-        loader=make_loader(feed),
-        balance=balance_of(order, bool(record)),
+        loader=open_data(feed, plan, mesh),
+        balance=balance_of(config, bool(record)),
         exchange=made,
-        whole=Whole(mesh, made, shape, divided.layout, divided.same),
+        whole=Whole(mesh, made, shape, divided.layout, divided.same, Averages(config.ema, made, mesh.data)),
         streams=streams,
         presence=presence,
-        split_loss=(lambda: loss_context(options)) if options.loss else None,
+        buffers=buffers,
+        watch=watch,
+        learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh)),
+        split_loss=partial(loss_context, options) if options.loss else None,
+        gather=Gather(mesh.data, why_not_gather(config, plan, feed), feed.fill, lambda: presence.counts),
+        penalty=config.penalty,
+        outline=outline,
         precision=chosen,
         scale=precision.LossScale(dynamic=chosen.scaled),
         clip=clip,
-        skip_nan=order.on_nan == "skip",
+        skip_nan=config.on_nan == "skip",
         meter=Meter(),
         recorder=recorder,
-        count_per_sample=1.0,
+        metrics=metrics,
     )
 
 
-def _make_model(order: Order, plan: Plan, mesh: Mesh, record: str) -> tuple[nn.Module, Values | None]:
-    """The model on its device; or on none, where its parameters are made one by one when they have been cut."""
-    lazily = _cuts_parameters(plan) and mesh.model.size == 1 and not record
-    dtype = precision.TABLE.look_up(order.precision).model
-    model, values = make_model(order.model, order.seed, dtype, lazily)
-    return (model.to(mesh.world.device) if values is None else model), values
+def _agreed_model(
+    config: RunConfig, plan: Plan, mesh: Mesh, record: str, feed: Feed
+) -> tuple[nn.Module, Values | None, Compiler | None, Recorder | None]:
+    """The model before anything is cut, the same on all ranks; how to compile it, and who writes its steps down."""
+    model, values, compiler = _make_model(config, plan, mesh, record)
+    recorder = _make_recorder(record, config, plan, mesh.world, feed, model) if record else None
+    agree_on_model(model, mesh.data if uses_servers(plan) else mesh.world)
+    _check_model(model, plan)
+    return model, values, compiler, recorder
+
+
+def _make_metrics(config: RunConfig, plan: Plan, mesh: Mesh) -> TrainingMetrics:
+    return TrainingMetrics(config.metrics, mesh, facts_of(plan).updates_alone)
+
+
+def make_setup(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, divided: Divided) -> Setup:
+    """What the request, the mesh and the model's division say of the exchange."""
+    return Setup(
+        model=model,
+        make_optimizer=config.optimizer,
+        world=sharers(plan, mesh),
+        accumulate=config.accumulate,
+        deterministic=config.deterministic,
+        model_world=mesh.model,
+        shares=divided.shares,
+        mesh=mesh.torch,
+        seed=config.seed,
+        peers=mesh.joined,
+        compressor=compressor_of(plan),
+    )
+
+
+def _make_recorder(
+    folder: str, config: RunConfig, plan: Plan, world: World, feed: Feed, model: nn.Module
+) -> Recorder:
+    """Writes every step down for `shoal verify`, beginning with the model as it is now."""
+    recorder = Recorder(folder, world.rank, _stands_for(config, feed), promise_of(plan))
+    recorder.start(model)
+    return recorder
+
+
+def _make_model(
+    config: RunConfig, plan: Plan, mesh: Mesh, record: str
+) -> tuple[nn.Module, Values | None, Compiler | None]:
+    """The model on its device, or on none where its parameters are made when they have been cut; how to compile it."""
+    lazily = cuts_parameters(plan) and mesh.model.size == 1 and not record
+    dtype = precision.TABLE.look_up(config.precision).model
+    made, values = make_model(config.model, config.seed, dtype, lazily)
+    model, theirs = uncompiled(made)
+    compiler = compiler_for(config.compile) or theirs
+    if compiler is not None:
+        check_compile(config, plan)
+    return (model.to(mesh.world.device) if values is None else model), values, compiler
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
@@ -138,13 +219,13 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
     check_rows(model, exchange.TABLE.look_up(plan.exchange.name))
 
 
-def _stands_for(order: Order, feed: Feed) -> int:
+def _stands_for(config: RunConfig, feed: Feed) -> int:
     """How many micro-batches all replicas compute for each one that the script asks for."""
-    if order.batchnorm != "sync":
-        return feed.size * feed.accumulate // order.accumulate
-    if order.accumulate > 1:
+    if config.batchnorm != "sync":
+        return feed.size * feed.accumulate // config.accumulate
+    if config.accumulate > 1:
         raise ConfigError(
-            f"verify cannot follow batchnorm='sync' with accumulate={order.accumulate}: one process would have to "
+            f"verify cannot follow batchnorm='sync' with accumulate={config.accumulate}: one process would have to "
             "normalise samples of all workers together, micro-batch by micro-batch; verify with accumulate=1."
         )
     return 1  # all replicas normalise one batch together
@@ -152,135 +233,150 @@ def _stands_for(order: Order, feed: Feed) -> int:
 
 def open_mesh(plan: Plan, world: World) -> Mesh:
     """The workers arranged as a plan wants them."""
-    replicas = replicas_of(plan) if _cuts_parameters(plan) else 0
+    replicas = replicas_of(plan) if cuts_parameters(plan) else 0
     return Mesh.open(world, degree_of(plan.tensor), degree_of(plan.pipeline), replicas)
 
 
-def make_feed(order: Order, plan: Plan, mesh: Mesh) -> Feed:
+def make_feed(config: RunConfig, plan: Plan, mesh: Mesh) -> Feed:
     """Which samples this worker's replica gets, in how many micro-batches."""
     meets = mesh.model.size > 1 or exchange.TABLE.look_up(plan.exchange.name).every_worker_computes
     among = sharers(plan, mesh)
     return Feed(
-        order.data,
-        order.global_batch,
+        config.data,
+        config.global_batch,
         among.rank,
         among.size,
-        order.accumulate * pipeline_options(plan).microbatches,
-        order.seed,
-        order.shuffle,
-        order.collate,
-        order.loader_workers,
-        fill=meets or order.batchnorm == "sync",
-        partition=partition.make_partition(order.partition),
-        columns=order.columns,
+        config.accumulate * pipeline_options(plan).microbatches,
+        config.seed,
+        config.shuffle,
+        config.collate,
+        config.loader_workers,
+        fill=meets or config.batchnorm == "sync",
+        partition=partition.make_partition(config.partition),
+        columns=config.columns,
+        sampler=config.sampler,
+        drop_last=config.drop_last,
+        pin_memory=config.pin_memory,
+        worker_init=config.worker_init_fn,
     )
 
 
-def divide_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Divided:
+def open_data(feed: Feed, plan: Plan, mesh: Mesh) -> Loader | StreamLoader:
+    """The loader; where a sampler gives the order, all workers must have got the same."""
+    loader = make_loader(feed)
+    if feed.sampler is None or isinstance(loader, StreamLoader):
+        return loader
+    name = type(feed.sampler).__name__
+    if mesh.stages.size > 1 and loader.own_batches:
+        raise ConfigError(
+            f"{plan} needs batches of one size, and the sampler {name} makes batches of its own; give one that gives "
+            "single samples, or leave the pipeline out."
+        )
+    if not uses_servers(plan):
+        sums = mesh.world.gather_numbers([float(loader.checksum())])[:, 0].tolist()
+        other = next((rank for rank, theirs in enumerate(sums) if theirs != sums[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the sampler {name} gave rank {other} another order than rank 0; let it draw from torch's, numpy's or "
+                "Python's global generators, and give all ranks the same samples."
+            )
+    return loader
+
+
+def divide_model(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Divided:
     """Cut the model to this worker's part of it, if the plan cuts it."""
     if mesh.model.size == 1:
         return Divided()
-    found = find_in_model(order, plan, mesh, model, feed)
+    found = find_in_model(config, plan, mesh, model, feed)
     return divide(model, found, mesh, tensor_options(plan), plan_schedule(plan))
 
 
-def find_in_model(order: Order, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Found:
+def find_in_model(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Division:
     """Where the model can be divided as the plan wants it; refuses what cannot be."""
     if mesh.stages.size > 1:
-        _check_batchnorm(model, feed)
-    trial, at = make_trial(order, model, feed, mesh.world.device), pipeline_options(plan).split
-    speeds = partial(stage_speeds, balance_of(order), mesh, key_for(Shape.of(model), mesh.world))
+        check_own_batchnorm(model, feed)
+    trial, at = make_trial(config, model, feed, mesh.world.device), pipeline_options(plan).split
+    speeds = partial(stage_speeds, balance_of(config), mesh, key_for(ModelShape.of(model), mesh.world))
     return find_division(
-        trial, mesh, order.tensor_rules, tensor_options(plan), plan_schedule(plan), at, speeds
+        trial, mesh, config.tensor_rules, tensor_options(plan), plan_schedule(plan), at, speeds
     )
 
 
-def make_trial(order: Order, model: nn.Module, feed: Feed, device: torch.device) -> Trial:
+def make_trial(config: RunConfig, model: nn.Module, feed: Feed, device: torch.device) -> Trial:
     """One micro-batch, the same on every rank, so that all find the same."""
-    chosen = precision.TABLE.look_up(order.precision)
-    plain = replace(feed, rank=0, workers=0, partition=Block(), columns={})
+    chosen = precision.TABLE.look_up(config.precision)
+    plain = replace(feed, rank=0, workers=0, partition=BlockPartition(), columns={})
     batch = convert(make_loader(plain).take(0).batches[0], device, chosen.model)
-    return Trial(model, batch, order.inputs or default_inputs, order.loss, chosen, device)
+    return Trial(model, batch, inputs_of(config, model), config.loss or as_returned, chosen, device)
 
 
-def plan_schedule(plan: Plan) -> type[Schedule]:
-    """The pipeline schedule of a plan."""
-    return pipeline.TABLE.look_up(pipeline_options(plan).schedule)
+def inputs_of(config: RunConfig, model: nn.Module) -> ModelInputs:
+    """From a batch to how the model is called."""
+    return ModelInputs(model, config.inputs, config.loss is None)
 
 
-def _cuts_parameters(plan: Plan) -> bool:
-    return exchange.TABLE.look_up(plan.exchange.name).cuts_parameters
+def make_own_loss(
+    config: RunConfig, model: nn.Module, feed: Feed, device: torch.device, whole: bool
+) -> OwnLoss:
+    """The loss of a model that returns its own; it is settled now if the model has values and is whole."""
+    loss = OwnLoss()
+    if whole:
+        settle(loss, config, model, feed, device)
+    return loss
 
 
-def prepare_layers(order: Order, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
+def settle(loss: OwnLoss, config: RunConfig, model: nn.Module, feed: Feed, device: torch.device) -> None:
+    """Let the model show what it divides its loss by, on a few samples that all ranks have."""
+    few = replace(feed, global_batch=min(_FEW, feed.global_batch), accumulate=1, size=1)
+    trial = make_trial(config, model, few, device)
+    loss.settle(model, lambda batch: call_model(model, trial.inputs(batch)), trial.batch)
+
+
+def prepare_layers(config: RunConfig, model: nn.Module, mesh: Mesh, blocks: tuple[str, ...]) -> Presence:
     """Batch normalisation over all workers, and blocks that are computed twice."""
-    presence = Presence() if order.batchnorm == "sync" else own_batchnorm(model)
-    if order.batchnorm == "sync":
-        sync_batchnorm(model, mesh.data.apart(), presence)  # its sums go between the gradients' in any order
-    if order.recompute == "blocks":
+    presence = Presence() if config.batchnorm == "sync" else own_batchnorm(model)
+    if config.batchnorm == "sync":
+        sync_batchnorm(
+            model, mesh.data.new_group(), presence
+        )  # its sums go between the gradients' in any order
+    if config.recompute == "blocks":
         here = [name for name in blocks if next(model.get_submodule(name).parameters(), None) is not None]
         if here or not blocks:  # a stage may have none of them
             recompute_blocks(model, here)
     return presence
 
 
-def check_numbers(order: Order, plan: Plan, mesh: Mesh) -> None:
-    """Refuse settings that cannot work, alone or with this plan."""
-    if order.on_nan not in ("stop", "skip"):
-        raise ConfigError(f"on_nan='{order.on_nan}'; it is 'stop' or 'skip'.")
-    if order.batchnorm not in ("own", "sync"):
-        raise ConfigError(
-            f"batchnorm='{order.batchnorm}'; it is 'own' (each worker's samples) or 'sync' (all workers')."
-        )
-    if order.recompute not in (None, "blocks"):
-        raise ConfigError(f"recompute='{order.recompute}'; it is 'blocks', or None.")
-    if order.accumulate < 1:
-        raise ConfigError(f"accumulate={order.accumulate}; it must be at least 1.")
-    if order.loader_workers < 0:
-        raise ConfigError(f"loader_workers={order.loader_workers}; it must be at least 0.")
-    if apart(plan) and (order.batchnorm == "sync" or is_stream(order.data)):
-        what = (
-            "batchnorm='sync' needs all workers at once"
-            if order.batchnorm == "sync"
-            else "a stream cannot go back"
-        )
-        raise ConfigError(
-            f"{what}, and under {plan} each works on parts that servers hand out; leave it out, or use ddp."
-        )
-    if order.batchnorm == "sync" and mesh.stages.size > 1:
-        raise ConfigError(
-            f"batchnorm='sync' under {plan}: the micro-batches of a pipeline run one after the other and cannot be "
-            "normalised together; leave batchnorm out, or the pipeline."
-        )
-    if mesh.stages.size > 1 and not partition.make_partition(order.partition).even:
-        raise ConfigError(
-            f"partition={order.partition} under {plan}: a pipeline needs micro-batches of equal size; use a partition "
-            "with equal shares that cuts by count, such as block, or leave the pipeline out."
-        )
-    if order.recompute and plan_schedule(plan).halves_backward:
-        raise ConfigError(
-            f"recompute='{order.recompute}' under {plan}: a backward pass in two parts would compute every block "
-            "twice more; use 1f1b."
-        )
-    parts = order.accumulate * pipeline_options(plan).microbatches
-    among = sharers(plan, mesh)
-    check_balance(order, plan, mesh, among.size)
-    needed = among.size * parts
-    if order.global_batch < needed:
-        who = "workers" if mesh.model.size == 1 else "replicas"
-        raise ConfigError(
-            f"global_batch={order.global_batch} cannot be cut into {among.size} {who} × {parts} "
-            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
-        )
+def hook_rules(plan: Plan, mesh: Mesh, config: RunConfig) -> HookRules:
+    """What becomes of hooks on gradients under this plan."""
+    replicas = sharers(plan, mesh).size
+    parts = replicas * config.accumulate * pipeline_options(plan).microbatches
+    cut = f"tp{degree_of(plan.tensor)}" if degree_of(plan.tensor) > 1 else ""
+    return HookRules(str(plan), parts, plan.exchange.name if _shards(plan, mesh) else cut)
 
 
-def _check_batchnorm(model: nn.Module, feed: Feed) -> None:
-    """Batch normalisation would take down statistics of a filler, which stands in for a micro-batch without samples."""
-    # A stream may end anywhere.
-    rest = 1 if is_stream(feed.data) else len(feed.data) % feed.global_batch
-    if has_batchnorm(model) and 0 < rest < feed.parts:
+def _shards(plan: Plan, mesh: Mesh) -> bool:
+    """Whether a worker holds some rows of each parameter only."""
+    return cuts_parameters(plan) and mesh.data.size > 1
+
+
+def reconcile_buffers(
+    config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, words: Mapping[str, str]
+) -> tuple[Reconciled | None, BufferWatch]:
+    """Buffers that are to have one value on all workers, and those that are watched."""
+    kind = exchange.TABLE.look_up(plan.exchange.name)
+    alone = str(plan) if kind.uses_servers or kind.updates_alone else ""
+    powers = set(power_vectors(model))
+    asked = [word for name, word in words.items() if name not in powers and word != "own"]
+    if alone and asked:
         raise ConfigError(
-            "a pipeline with batch normalisation needs samples in every micro-batch: the last batch of an epoch has "
-            f"{rest} for {feed.parts} micro-batches; choose a global_batch that leaves more, or use LayerNorm or "
-            "GroupNorm."
+            f"buffers={config.buffers!r}: under {plan} workers do not meet at every step, and '{asked[0]}' needs them "
+            "all; use 'own', or ddp."
         )
+    own = [name for name, word in words.items() if word == "own"]
+    parts = sharers(plan, mesh).size * config.accumulate * pipeline_options(plan).microbatches
+    watch = BufferWatch(model, watched(model, words), own, mesh, parts, alone)
+    return Reconciled.of(model, words, World.alone(mesh.world.device) if alone else mesh.data), watch
+
+
+_FEW = 8
+"""Samples that show what a loss is divided by."""

@@ -4,63 +4,76 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
+from shoal.call import call_model
 from shoal.data.batch import Batch, convert
+from shoal.data.dataloader import LoaderParts, loader_parts
 from shoal.data.loader import Loader
 from shoal.data.source import Source, check_source, is_stream
 from shoal.errors import ConfigError
-from shoal.partition.block import Block
-from shoal.train.loss import as_sum_and_count
-from shoal.train.parts import Parts
+from shoal.partition.block import BlockPartition
+from shoal.torch_private import tree_map
+from shoal.train.step_context import StepContext
+from shoal.train.technique.loss import as_sum_and_count
+from shoal.train.technique.metrics import Metric
 from shoal.types import Evaluation
 
-Metric = Callable[[Any, Batch], Any]
-"""(output, batch) -> (sum, count), or a scalar mean over the batch."""
+
+def describe(
+    data: Source | DataLoader[Any], metrics: Mapping[str, Metric], weights: str | None = None
+) -> str:
+    """What is the same on every rank that calls it.
+
+    >>> describe([1, 2, 3], {"acc": print})
+    'run.evaluate of 3 samples, with acc'
+    """
+    held = data.dataset if isinstance(data, DataLoader) else data
+    size = f" of {len(held)} samples" if hasattr(held, "__len__") else ""
+    of = f" of weights={weights!r}" if weights else ""
+    return f"run.evaluate{size}{', with ' if metrics else ''}{', '.join(metrics)}{of}"
 
 
-def evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
+def evaluate(
+    parts: StepContext, data: Source | DataLoader[Any], metrics: Mapping[str, Metric], batch: int | None
+) -> Evaluation:
     """Every rank calls it and gets the same answer."""
-    with parts.exchange.shown():
+    parts.watch.check("before evaluate")
+    # Buffers such as batch-norm statistics follow each rank's own data; rank 0's are the ones a checkpoint keeps.
+    with parts.exchange.averaged(), parts.watch.lent(parts.mesh.data):
         return _evaluate(parts, data, metrics, batch)
 
 
-def _evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: int) -> Evaluation:
+def _evaluate(
+    parts: StepContext, data: Source | DataLoader[Any], metrics: Mapping[str, Metric], batch: int | None
+) -> Evaluation:
     world, model = parts.world, parts.model
-    data_world = parts.mesh.data
-    check_source(data, 1)
-    if is_stream(data):
-        raise ConfigError(
-            f"evaluate takes data with len() and [i], and {type(data).__name__} is a stream; use a list."
-        )
-    batch = min(batch, len(data))
-    feed = dataclasses.replace(parts.loader.feed, data=data, global_batch=batch, accumulate=1)
-    feed = dataclasses.replace(feed, rank=data_world.rank, size=data_world.size)
-    loader = Loader(dataclasses.replace(feed, shuffle=False, workers=0, partition=Block(), columns={}))
+    loader = _open(parts, data, batch)
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64)
     was_training = model.training
-    # Buffers such as batch-norm statistics follow each rank's own data; rank 0's are the ones a checkpoint keeps.
-    for handle in [data_world.broadcast(b) for b in model.buffers() if b.numel()]:
-        handle.wait()
     model.eval()
     try:
         with torch.no_grad():
             for step in range(loader.steps_per_epoch):
                 portion = loader.take(step)
-                for mine, counts in zip(portion.batches, portion.counts, strict=True):
-                    if mine is None:
-                        continue
-                    found = _measure(parts, mine, measures)
-                    if counts:  # a filler takes part and counts nothing
-                        sums += found
+                meets = parts.gather.meets(portion.samples)
+                with parts.gather.meeting(not any(portion.counts)) if meets else nullcontext():
+                    for mine, counts in zip(portion.batches, portion.counts, strict=True):
+                        if mine is None:
+                            continue
+                        parts.presence.see(counts)
+                        found = _measure(parts, mine, measures)
+                        if counts:  # a filler takes part and counts nothing
+                            sums += found
     finally:
+        parts.presence.see(True)
         model.train(was_training)
     sums /= parts.mesh.tensor.size  # all of them have measured the same
     world.all_reduce(sums).wait()
@@ -71,12 +84,45 @@ def _evaluate(parts: Parts, data: Source, metrics: Mapping[str, Metric], batch: 
     return Evaluation(means.pop("loss"), float(sums[0, 1]), means)
 
 
-def _measure(parts: Parts, batch: Batch, measures: Mapping[str, Metric]) -> torch.Tensor:
+def _open(parts: StepContext, data: Source | DataLoader[Any], batch: int | None) -> Loader:
+    """Every sample once, in order; of a DataLoader those that it would give, in its batches."""
+    base = parts.loader.feed
+    if isinstance(data, DataLoader):
+        given = loader_parts(data, base.seed)
+    else:
+        given = LoaderParts(data, base.global_batch, collate=base.collate)
+    source, batch = given.data, batch or given.batch
+    check_source(source, batch if given.drop_last else 1, given.sampler is not None)
+    if is_stream(source):
+        raise ConfigError(
+            f"evaluate takes data with len() and [i], and {type(source).__name__} is a stream; use a list."
+        )
+    feed = dataclasses.replace(
+        base,
+        data=source,
+        global_batch=batch if given.drop_last else min(batch, len(source)),
+        rank=parts.mesh.data.rank,
+        size=parts.mesh.data.size,
+        accumulate=1,
+        shuffle=False,
+        collate=given.collate,
+        workers=given.workers,
+        partition=BlockPartition(),
+        columns={},
+        sampler=given.sampler,
+        drop_last=given.drop_last,
+        pin_memory=given.pin_memory,
+        worker_init=given.worker_init,
+    )
+    return Loader(feed)
+
+
+def _measure(parts: StepContext, batch: Batch, measures: Mapping[str, Metric]) -> torch.Tensor:
     rows = []
     with parts.precision.context(parts.world.device), (parts.split_loss or nullcontext)():
         if parts.pipeline is None:
             batch = convert(batch, parts.world.device, parts.precision.model)
-            output = parts.model(parts.inputs(batch))
+            output = call_model(parts.model, parts.inputs(batch))
         else:
             measured = parts.pipeline.measure(batch)
             if measured is None:

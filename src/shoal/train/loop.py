@@ -2,114 +2,206 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from time import monotonic
 
+from shoal.config import parse_strategy
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
-from shoal.report.console import Console
-from shoal.report.events import EventLog
-from shoal.report.servers import describe_servers
-from shoal.train.checkpoints import Checkpoints
-from shoal.train.parts import Parts
-from shoal.train.progress import Progress
-from shoal.train.schedule import MakeScheduler, advance, catch_up, make_scheduler, restore_schedule
+from shoal.train.calls.call import END_OF_LOOP, LOOP
+from shoal.train.calls.calls import Calls
+from shoal.train.model.shortage import Shortage, note_place
+from shoal.train.own_step.run_own_step import run_own_step
+from shoal.train.state.checkpoints import Checkpoints
+from shoal.train.state.progress import Progress
 from shoal.train.step import run_step
+from shoal.train.step_context import StepContext
+from shoal.train.technique.journal import Header, Journal
+from shoal.train.technique.learning_rate import MakeScheduler, rates
+from shoal.train.technique.schedule import Schedule
+from shoal.train.technique.stop_request import StopRequest
 from shoal.types import StepReport
 
-SERVERS_SECONDS = 10.0
+Decided = tuple[object, object, object]
 
 
 @dataclass(frozen=True)
 class Loop:
     """What the loop does around steps."""
 
-    parts: Parts
+    context: StepContext
     schedule: str | MakeScheduler | None
     checkpoints: Checkpoints
     log: Path | None
-    header: Mapping[str, str | int | float]
+    header: Header
     progress_bar: bool
+    schedule_every: str = "step"
+    finishing: str = ""
+    """The file by which our launcher learns that a signal is obeyed later."""
+    calls: Calls = field(default_factory=Calls)
+
+    @cached_property
+    def journal(self) -> Journal:
+        """The progress bar and the event log."""
+        return Journal(self.log, self.header, self.progress_bar, self.context.world.rank == 0)
 
     def steps(self, how_long: int | str, progress: Progress) -> Iterator[StepReport]:
         """Train until `how_long` is reached, yielding a report after each step; goes on from `progress`."""
+        exchange = self.context.exchange
+        # Where workers meet at servers, each may come and go alone, and what counts is there.
+        saves = self.checkpoints.saves and not exchange.uses_servers
+        stop = StopRequest(self.context.world, exchange.meeting_interval, saves, self.finishing)
         try:
-            yield from self._steps(Goal.of(how_long, self.parts.loader), progress)
-            self.checkpoints.finish()
+            with stop:
+                yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
+                self.checkpoints.finish()
+            if stop.number:
+                stop.leave()
         except GeneratorExit:  # the user has had enough
             self.checkpoints.wait()
             raise
-        except BaseException:
+        except BaseException as error:
             self.checkpoints.abandon()
+            self.calls.explain(error)
+            if isinstance(error, Exception):
+                plan = parse_strategy(str(self.header["strategy"]))
+                shortage = Shortage.of(self.context.model, self.context.loader.feed, plan)
+                note_place(error, self.context.world.rank, self.calls.begun, shortage)
             raise
 
-    def _steps(self, goal: Goal, progress: Progress) -> Iterator[StepReport]:
-        parts, total = self.parts, goal.steps
-        progress.schedule = progress.schedule_now()
-        scheduler = progress.scheduler = make_scheduler(self.schedule, parts.exchange.optimizer, total)
-        if scheduler is not None and progress.schedule is not None:
-            restore_schedule(scheduler, progress.schedule)
-        first = parts.world.rank == 0
-        title = str(self.header["strategy"])
-        console = Console(total, title) if first and self.progress_bar else None
-        events = EventLog.open(self.log / "events.jsonl", self.header) if first and self.log else None
-        noted = monotonic()
-        try:
-            done = goal.reached(progress.step)
-            while not done:
-                number = progress.step if total is None else parts.exchange.claim(progress.step, total)
-                if number is None:
-                    break
-                catch_up(scheduler, number - progress.step)  # steps that others have done meanwhile
-                report = run_step(parts, number)
-                # Where each part is a step of its own, others may still be at this one: it is not over yet.
-                ahead = number >= progress.step
-                progress.step = max(progress.step, report.number)
-                done = goal.reached(progress.step) and not parts.exchange.apart
-                if scheduler is not None and ahead and (not report.skipped or parts.exchange.counts_own):
-                    advance(scheduler, report.loss)
-                    catch_up(scheduler, report.number - number - 1)
-                change = parts.balancing.after(report)
-                if console is not None:
-                    console.update(report)
-                    if change is not None:
-                        console.note(str(change))
-                if events is not None:
-                    events.write(report)
-                    if change is not None:
-                        events.note("shares", change.facts())
-                    noted = self._note_servers(events, noted)
-                last = done or report.number == total
-                if self.checkpoints.due(report.number, last) and parts.exchange.saves:
-                    at = replace(progress, step=report.number)
-                    self.checkpoints.begin(f"step-{report.number}", at)
-                yield report
+    def _steps(self, goal: Goal, progress: Progress, stop: StopRequest) -> Iterator[StepReport]:
+        context, journal = self.context, self.journal
+        work = context.exchange.work
+        take_step = run_step if context.own_step is None else run_own_step
+        total = goal.steps
+        calls = self.calls
+        calls.compare(f"{LOOP}({f'{goal.epochs:g}ep' if total is None else total})")
+        schedule = self._take_up_schedule(goal, progress)
+        early = progress.early_stop
+        if goal.reached(progress.step) or (early is not None and early.stopped):
+            self._say_nothing_is_left(goal, progress)
             if total is None:
-                parts.exchange.conclude()
-            if events is not None:
-                self._note_servers(events, 0.0)
-            if console is not None and (facts := parts.exchange.servers()):
-                console.note(describe_servers(facts))
+                work.final_sync()
+            return
+        calls.ended = False
+        journal.open(total)
+        try:
+            done = False
+            while not done and (view := work.next(progress.step, total)) is not None:
+                calls.step(view.step + 1)
+                if schedule is not None:
+                    schedule.catch_up(view.step - progress.step)  # steps that others have done meanwhile
+                epoch = context.loader.cursor(view.step).epoch if self.schedule_every == "epoch" else 0
+                report = take_step(context, view)
+                # Where each part is a step of its own, others may still be at this one: it is not over yet.
+                ahead = view.step >= progress.step
+                progress.step = max(progress.step, report.number)
+                calls.step(progress.step)
+                last = goal.reached(report.number)
+                done = total is None and last  # with a total, the work source says when there is no more
+                if schedule is not None and ahead:
+                    ended = (
+                        context.loader.cursor(report.number).epoch - epoch if schedule.every == "epoch" else 0
+                    )
+                    schedule.after_step(report.loss, ended, report.skipped and not work.loss_is_local)
+                    if not report.skipped or work.loss_is_local:
+                        schedule.catch_up(report.number - view.step - 1)
+                change = context.balancing.after(report)
+                journal.step(report)
+                if change is not None:
+                    journal.change(str(change), change.facts())
+                journal.servers(context.exchange.servers)
+                due = work.saves and self.checkpoints.due(report.number, last)
+                saved = self._save(progress, report.number) if due else None
+                yield report
+                if self._after_body(progress, report.number, due, saved, stop):
+                    break
+            calls.ended = True
+            calls.compare(END_OF_LOOP)
+            if total is None or (early is not None and early.stopped):
+                work.final_sync()
+            context.watch.check("at the end")
+            journal.servers(context.exchange.servers, last=True)
+            self._say_what_was_missed(progress)
         finally:
-            parts.balancing.close()
-            if console is not None:
-                console.close()
-            if events is not None:
-                events.close()
+            context.balancing.close()
+            journal.close()
 
-    def _note_servers(self, events: EventLog, noted: float) -> float:
-        """Every few seconds, write down how the servers are doing; when that was last done."""
-        now = monotonic()
-        if now - noted < SERVERS_SECONDS:
-            return noted
-        facts = self.parts.exchange.servers()
-        if facts:
-            events.note("servers", facts)
-        return now
+    def _after_body(
+        self, progress: Progress, step: int, due: bool, saved: Decided | None, stop: StopRequest
+    ) -> bool:
+        """The user's loop has come back: save what it has decided, obey a signal; whether it stops early."""
+        early = progress.early_stop
+        stopped = early is not None and early.stopped
+        due = due or (stopped and self.checkpoints.due(step, last=True))
+        if due and saved != self._decided(progress):
+            self._save(progress, step)
+        if stop.reached(step):
+            self._leave(progress, stop)
+        if early is not None and stopped:
+            self.journal.say(f"early stop after step {step}: {early.reason}")
+        return stopped
+
+    def _take_up_schedule(self, goal: Goal, progress: Progress) -> Schedule | None:
+        progress.schedule = progress.schedule_now()
+        if self.schedule is None:
+            return None
+        optimizer = self.context.exchange.optimizer
+        schedule = Schedule.of(self.schedule, self.schedule_every, optimizer, goal.steps, goal.whole_epochs)
+        progress.scheduler = schedule
+        if progress.schedule is not None:
+            schedule.restore(progress.schedule)
+        return schedule
+
+    def _save(self, progress: Progress, step: int) -> Decided:
+        """Begin a checkpoint. Before the loop's body, which may never come to its end; and again if it has decided."""
+        self.checkpoints.begin(f"step-{step}", replace(progress, step=step))
+        return self._decided(progress)
+
+    def _decided(self, progress: Progress) -> Decided:
+        """What the body of the user's loop may change of what a checkpoint holds."""
+        early = progress.early_stop
+        kept = early.state() if early is not None else None
+        return progress.schedule_now(), kept, rates(self.context.exchange.optimizer)
+
+    def _leave(self, progress: Progress, stop: StopRequest) -> None:
+        """A signal has asked for it: save, say what was saved, and end."""
+        name = f"step-{progress.step}"
+        if not self.checkpoints.due(progress.step, last=False):  # else it is being written
+            self.checkpoints.save(name, progress)
+        self.checkpoints.wait()
+        where = self.checkpoints.place(name)
+        self.journal.say(
+            f"stopped after step {progress.step}; saved {where}; the same command goes on from there"
+        )
+        stop.leave()
+
+    def _say_nothing_is_left(self, goal: Goal, progress: Progress) -> None:
+        early = progress.early_stop
+        if goal.reached(progress.step):
+            if progress.step:
+                asked = f"{goal.steps} were" if goal.steps is not None else f"{goal.epochs:g} epochs were"
+                self.journal.say(f"nothing left to do: {progress.step} steps are done, and {asked} asked for")
+        elif early is not None:
+            self.journal.say(
+                f"nothing left to do: the run has stopped early after step {progress.step}: {early.reason}"
+            )
+
+    def _say_what_was_missed(self, progress: Progress) -> None:
+        """The user has asked for something that could not happen."""
+        early = progress.early_stop
+        if progress.scheduler is not None and progress.scheduler.waits:
+            self.journal.say(progress.scheduler.waits)
+        if early is not None and not early.seen:
+            name = early.rule.watch
+            self.journal.say(
+                f"early_stop: no value of '{name}' has come; give it, as run.log({{'{name}': value}})"
+            )
 
 
 @dataclass(frozen=True)
@@ -138,6 +230,14 @@ class Goal:
         if match[1]:
             return Goal(loader, int(match[1]))
         return Goal(loader, loader.steps_until(float(match[2])), float(match[2]))
+
+    @property
+    def whole_epochs(self) -> int | None:
+        """In how many epochs, begun ones too, these steps are; None where nobody knows."""
+        if self.epochs:
+            return math.ceil(self.epochs)
+        per_epoch = self.loader.steps_per_epoch
+        return None if per_epoch is None or self.steps is None else math.ceil(self.steps / per_epoch)
 
     def reached(self, step: int) -> bool:
         """Whether so many steps are enough."""

@@ -10,33 +10,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
-from torch.utils._pytree import tree_leaves
 
+from shoal.call import arguments
 from shoal.data.batch import Batch, Inputs, convert, length
 from shoal.data.loader import Feed, Portion
 from shoal.errors import ConfigError
-from shoal.exchange.base import Exchange, Tally
-from shoal.exchange.here import local
+from shoal.exchange.contract import PipelineGrads, Tally
+from shoal.exchange.local_tensor import local
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.lower import to_torch
 from shoal.pipeline.stage import StageModule
-from shoal.train.batchnorm import Presence
-from shoal.train.divide import Divided
-from shoal.train.loss import Loss, as_sum_and_count, check_gradient
-from shoal.train.precision import Precision
-from shoal.train.streams import Streams
+from shoal.torch_private import (
+    ComputationType,
+    PipelineRuntime,
+    prepare_schedule,
+    step_microbatches,
+    tree_leaves,
+)
+from shoal.train.model.buffers import Reconciled
+from shoal.train.model.divide import Divided
+from shoal.train.model.random_streams import RandomStreams
+from shoal.train.model.sync_batchnorm import Presence
+from shoal.train.technique.loss import Loss, as_sum_and_count, check_gradient
+from shoal.train.technique.precision import Precision
 from shoal.world.world import World
 
 
 @dataclass
-class Load:
+class Microbatch:
     """One micro-batch on its way through the stages."""
 
     batch: Batch
@@ -53,30 +61,31 @@ class Load:
 
 
 @dataclass
-class Job:
+class StageJob:
     """What the stages of this worker share."""
 
     inputs: Inputs
     loss: Loss
     precision: Precision
-    streams: Streams
+    streams: RandomStreams
     presence: Presence
     device: torch.device
-    loads: list[Load] = field(default_factory=list)
+    buffers: Reconciled | None = None
+    loads: list[Microbatch] = field(default_factory=list)
     """The micro-batches under way."""
     measures: bool = False
     """True while evaluating: the last stage hands out what the model returned instead of the loss."""
 
-    def load(self, batch: Batch, counts: bool, step: int, number: int) -> Load:
+    def load(self, batch: Batch, counts: bool, step: int, number: int) -> Microbatch:
         """A micro-batch made ready."""
         batch = convert(batch, self.device, self.precision.model)
-        return Load(batch, self.inputs(batch), length(batch), counts, step, number)
+        return Microbatch(batch, self.inputs(batch), length(batch), counts, step, number)
 
 
-class Chunk(nn.Module):
+class StageRunner(nn.Module):
     """A stage as torch's runtime calls it: by the number of a micro-batch."""
 
-    def __init__(self, stage: nn.Module, job: Job, first: bool, last: bool, size: int) -> None:
+    def __init__(self, stage: nn.Module, job: StageJob, first: bool, last: bool, size: int) -> None:
         """`size`: samples in a full micro-batch."""
         super().__init__()
         self.stage = stage
@@ -88,7 +97,7 @@ class Chunk(nn.Module):
         if not job.measures:
             job.streams.begin(load.step, load.number)
             job.presence.see(load.counts)
-        with job.precision.context(job.device):
+        with self._keeping(load), job.precision.context(job.device):
             output = self.stage(None if self._first else received[: load.rows], load.inputs)
             if job.measures:
                 return output
@@ -101,6 +110,12 @@ class Chunk(nn.Module):
             load.total, load.count = float(total.detach()), count
         return total
 
+    def _keeping(self, load: Microbatch) -> AbstractContextManager[None]:
+        buffers = self._job.buffers
+        if buffers is None or self._job.measures:
+            return nullcontext()
+        return buffers.micro_batch(load.number, load.rows if load.counts else 0)
+
 
 class Pipelined:
     """The stages of this worker, and how portions go through them."""
@@ -108,9 +123,9 @@ class Pipelined:
     def __init__(
         self,
         world: World,
-        job: Job,
+        job: StageJob,
         schedule: type[Schedule],
-        chunks: dict[int, Chunk],
+        chunks: dict[int, StageRunner],
         divided: Divided,
         size: int,
         microbatches: int,
@@ -122,12 +137,12 @@ class Pipelined:
         self._passed = divided.split.activations
         """Shape and dtype of one sample of what goes from each stage to the next."""
         self._ties, self._loss_dtype = divided.ties, divided.loss_dtype
-        self._exchange: Exchange | None = None
+        self._exchange: PipelineGrads | None = None
         self._trailing: list[torch.Size] | None = None
 
     @staticmethod
     def of(
-        world: World, job: Job, schedule: type[Schedule], model: nn.Module, divided: Divided, feed: Feed
+        world: World, job: StageJob, schedule: type[Schedule], model: nn.Module, divided: Divided, feed: Feed
     ) -> Pipelined | None:
         """The pipeline of a model that has been divided into stages; None for one that has not."""
         split = divided.split
@@ -136,19 +151,21 @@ class Pipelined:
         last = len(split.stages) - 1
         size = -(-feed.global_batch // (feed.size * feed.accumulate))
         chunks = {
-            stage.number: Chunk(StageModule(model, stage), job, stage.number == 0, stage.number == last, size)
+            stage.number: StageRunner(
+                StageModule(model, stage), job, stage.number == 0, stage.number == last, size
+            )
             for stage in split.stages
             if schedule.rank_of(stage.number, world.size) == world.rank
         }
         return Pipelined(world, job, schedule, chunks, divided, size, feed.accumulate)
 
     @property
-    def root(self) -> Chunk | None:
+    def root(self) -> StageRunner | None:
         """The one stage of this worker; None where it has several."""
         chunks = list(self._chunks.values())
         return chunks[0] if len(chunks) == 1 else None
 
-    def connect(self, exchange: Exchange, split_loss: Callable[[], Any]) -> None:
+    def connect(self, exchange: PipelineGrads, split_loss: Callable[[], Any]) -> None:
         """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
         self._exchange, self._split_loss = exchange, split_loss
         parameters = dict(exchange.module.named_parameters())
@@ -169,22 +186,22 @@ class Pipelined:
             )
             for number, chunk in self._chunks.items()
         ]
-        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,
             self._microbatches,
             loss_fn=lambda total, weight: total * weight,
             scale_grads=False,
         )
-        self._runtime.register_custom_function(_ComputationType.REDUCE_GRAD, self._reduce)
-        self._runtime._prepare_schedule_with_comms(
-            to_torch(self._schedule.actions(self._world.size, self._microbatches))
+        self._runtime.register_custom_function(ComputationType.REDUCE_GRAD, self._reduce)
+        prepare_schedule(
+            self._runtime, to_torch(self._schedule.actions(self._world.size, self._microbatches))
         )
 
     def _reduce(self, action: Any, ctx: Any) -> None:
         """A stage's backward passes are over."""
         del ctx
         assert self._exchange is not None
-        self._exchange.before_reduction()
+        self._exchange.before_reduce()
         stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
         stage.perform_reduce_grad(1)
 
@@ -204,15 +221,20 @@ class Pipelined:
             stage.clear_runtime_states()
         try:
             with self._split_loss():
-                self._runtime._step_microbatches(
+                step_microbatches(
+                    self._runtime,
                     [(torch.zeros(1),) if first else () for _ in weights],
                     [{"micro": i} for i in range(len(weights))],
                     weights,
-                    [],
-                    return_outputs=False,
                 )
         except RuntimeError as error:  # torch wraps whatever a stage raises
-            raise error.__cause__ or error from None
+            cause = error.__cause__ or error
+            if self._schedule.halves_backward and "backward through the graph a second time" in str(cause):
+                raise ConfigError(
+                    "a layer differentiates inside its forward, and this schedule runs the backward pass in two parts, "
+                    "which such a layer cannot; use 1f1b."
+                ) from None
+            raise cause from None
         job.presence.see(True)
         self._sum_ties()
         self._exchange.collect()
@@ -249,9 +271,9 @@ class Pipelined:
         shape, dtype = self._passed[number]
         return torch.empty((self._size, *shape), dtype=dtype, device="meta", requires_grad=True)
 
-    def _check_shapes(self, loads: Sequence[Load]) -> None:
+    def _check_shapes(self, loads: Sequence[Microbatch]) -> None:
         for load in loads:
-            shapes = [t.shape[1:] for t in tree_leaves(load.inputs) if isinstance(t, torch.Tensor)]
+            shapes = [t.shape[1:] for t in tree_leaves(arguments(load.inputs)) if isinstance(t, torch.Tensor)]
             if self._trailing is None:
                 self._trailing = shapes
             if shapes != self._trailing:
@@ -268,13 +290,13 @@ class Pipelined:
         for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
             total = torch.zeros(math.prod(shape) + 1, dtype=tie.dtype, device=self._job.device)
             for name in tie.mine:
-                gradient = exchange.left(name)
+                gradient = exchange.get_grad(name)
                 if gradient is not None:
                     total[:-1] += gradient.reshape(-1)
                     total[-1] = 1.0  # somebody has one
             self._world.all_reduce(total).wait()
             for name in tie.mine:
-                exchange.leave(name, total[:-1].view(shape) if total[-1] else None)
+                exchange.set_grad(name, total[:-1].view(shape) if total[-1] else None)
 
 
 def lengthen(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,8 +22,15 @@ class Recorder:
         self._folder = Path(folder)
         self._writes = rank == 0
         if self._writes:
+            if (self._folder / "promise").exists():
+                raise ConfigError(
+                    "the script makes a second Run, and verify compares one: verify each in a script of its own."
+                )
             (self._folder / "stands_for").write_text(str(stands_for))
             (self._folder / "promise").write_text(promise.name)
+
+    facts: Callable[[], dict[str, object]] | None = None
+    """What has been found out about the program so far: plain values."""
 
     def start(self, model: nn.Module) -> None:
         """Both runs begin with the same weights: the first leaves its own beside its folder, the second takes them."""
@@ -46,6 +53,8 @@ class Recorder:
         """The parameters after the update."""
         if self._writes:
             save_file({n: p.contiguous() for n, p in values.items()}, self._file(step, "parameters"))
+            if self.facts is not None:
+                (self._folder / "facts.json").write_text(json.dumps(self.facts()))
 
     def _file(self, step: int, kind: str) -> Path:
         return self._folder / f"{step}.{kind}.safetensors"

@@ -7,41 +7,45 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.config import as_type
-from shoal.data.batch import Collate, Inputs
-from shoal.data.columns import Columns
-from shoal.data.source import Source, Stream
+from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
 from shoal.table import did_you_mean
-from shoal.train.apart import meets_at_servers
+from shoal.train.answer_dry_run import answer
 from shoal.train.build import build
-from shoal.train.checkpoints import Checkpoints, Wishes
-from shoal.train.evaluate import Metric, evaluate
+from shoal.train.calls.calls import Calls
+from shoal.train.evaluate import describe, evaluate
 from shoal.train.loop import Loop
-from shoal.train.loss import Loss
-from shoal.train.model import MakeModel
-from shoal.train.order import Order
-from shoal.train.progress import Progress
-from shoal.train.question import answer
-from shoal.train.schedule import MakeScheduler
+from shoal.train.model.same_settings import agree_on_settings
+from shoal.train.own_step.build import build_own_step
+from shoal.train.run_config import RunConfig, adopt_loader
+from shoal.train.server_setup import meets_at_servers
+from shoal.train.state.checkpoints import BEST, CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
+from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_better
+from shoal.train.technique.gradients import OnGradients, check_gradients
+from shoal.train.technique.journal import check_values
+from shoal.train.technique.metrics import Metric
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
-from shoal.world.launch import from_environment
+from shoal.world.launch import Launch, from_environment
 from shoal.world.world import World
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(RunConfig):
     """A training run: an ordinary model and loss, and one line that says how the work is shared.
 
     The script is the same alone (`python train.py`) and in parallel (`shoal run --workers 4 train.py`, or
@@ -56,99 +60,42 @@ class Run:
     [1, 2, 3, 4]
     """
 
-    model: nn.Module | MakeModel
-    """An nn.Module, or a callable that makes one. With a callable, initial weights depend on seed and name only."""
-    loss: Loss
-    """(output, batch) -> (sum, count), or a scalar mean over the batch."""
-    optimizer: MakeOptimizer
-    """Parameters -> a torch optimizer; groups are kept."""
-    data: Source | Stream
-    """Anything with len() and [i]; or a stream, whose iter() begins anew each time."""
-    global_batch: int
-    """Samples per step, over all workers and micro-batches."""
-    strategy: str = "ddp"
-    """How the work is shared; `shoal list` shows the choices."""
-    precision: str = "fp32"
-    """fp32, bf16, fp16 or fp64."""
-    clip: float | str | None = None
-    """A global norm, or "value(0.5)" to clamp each element."""
-    schedule: str | MakeScheduler | None = None
-    """A learning rate such as "cosine(warmup=100)", or optimizer -> torch scheduler; advances once a step."""
-    accumulate: int = 1
-    """Micro-batches per worker and step."""
-    recompute: str | None = None
-    """"blocks" keeps only the inputs of each block and computes its activations again when backward needs them."""
-    batchnorm: str = "own"
-    """What batch normalisation sees: each worker's "own" samples, or "sync": those of all workers."""
-    tensor_rules: Mapping[str, str] = field(default_factory=dict)
-    """How tpN cuts modules, by name pattern, where it should not find out itself: {"*.up": "column"}."""
-    seed: int = 0
-    """Of weights, sample order and dropout."""
-    inputs: Inputs | None = None
-    """Batch -> what goes into the model; default `batch[0]`, or `batch["inputs"]` of a dict."""
-    collate: Collate | None = None
-    """List of samples -> batch; default is torch's."""
-    shuffle: bool = True
-    partition: str = "block"
-    """Which samples of a step go to which worker; `shoal list partition` shows the choices."""
-    balance: str = "even"
-    """How much of a step each worker gets, as "dynamic" or "static(shares=3/1)"; `shoal list balance` shows them."""
-    columns: Columns = field(default_factory=dict)
-    """Values that a partition divides by, one for each sample: {"length": lengths}."""
-    loader_workers: int = 0
-    """Processes per worker that prepare batches ahead; 0 prepares them in the training process."""
-    on_nan: str = "stop"
-    """What a non-finite loss does: "stop", or "skip" that step."""
-    deterministic: bool = False
-    """Sums in rank order and torch's deterministic kernels: on one host ddp, zero1, zero2 and shared agree bit for
-    bit. Between hosts `shared` sums within each host first: it repeats itself bit for bit and rounds in its own way."""
-    checkpoint: str | None = None
-    """Folder for checkpoints. A run that finds one there goes on from it."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints; the last step is saved too. Training goes on while they are written."""
-    checkpoint_keep: int | str | None = 3
-    """How many automatic checkpoints stay, as 3 or "last=3, every=1000"; None keeps all. Named ones always stay."""
-    copies: str = ""
-    """Second copies of checkpoints: "peer" (in the memory of hosts), URLs such as "s3://bucket/run", or both."""
-    log: str | None = "auto"
-    """Folder for events.jsonl; "auto" is the checkpoint folder, or runs/<name of the script>; None writes none."""
-    progress: bool = True
-    """Show a progress bar, or plain lines where there is no terminal."""
-    backend: str = "auto"
-    """auto, shoal (shared memory on one host, gloo between hosts), gloo, nccl."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-
     def __post_init__(self) -> None:
         launch = from_environment()
         end_in_one_sentence(launch.rank)
         self._steps_override = self._apply(launch.overrides)
+        said = adopt_loader(self)
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
         if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
             self.checkpoint, self.checkpoint_every, self.copies = f"{launch.record}/checkpoint", None, ""
-            self.log, self.progress = None, False
-        wishes = Wishes.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
-        order = Order(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Order)})
+            self.__dict__ |= {"log": None, "progress": False}
+        config = self.config = self._settings()
+        early_stop = EarlyStop.of(self.early_stop)
+        kept = CheckpointConfig.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
         if launch.question:
             device = choose_device(self.device, launch.local_rank)
-            print(answer(order, launch.question, launch.size, device), flush=True)
+            print(answer(config, launch.question, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
-        # Workers that meet at servers only join no group: whoever is lost from one cannot come back to it.
-        apart = launch.launcher and meets_at_servers(self.strategy)
-        self.world = (
-            World.unjoined(launch, self.device) if apart else World.open(launch, self.backend, self.device)
-        )
+        self.world = _join(config, launch)
         atexit.register(self.world.close)
-        self.plan, self._parts = build(order, self.world, launch.record)
-        if self._parts.mesh.model.size > 1 and self.progress and self.world.rank == 0:
-            print(f"{self.plan}\n{self._parts.mesh.drawing()}", file=sys.stderr)
-        self._checkpoints = Checkpoints(self._parts, str(self.plan), wishes)
+        agree_on_settings(vars(config), self.world)
+        if self.world.rank == 0 and not launch.record:
+            for sentence in (*said, *doubts(config.data)):
+                print(f"shoal: {sentence}", file=sys.stderr)
+        make = build if config.step is None else build_own_step
+        self.plan, self._context = make(config, self.world, launch.record)
+        if launch.still:
+            self._context.model.eval()
+        self._calls = Calls.of(self.world, self._context.exchange)
+        if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
+            print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
+        self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
         self._loop = Loop(
-            self._parts,
+            self._context,
             self.schedule,
             self._checkpoints,
-            self._log_folder(),
+            _log_folder(config),
             {
                 "strategy": str(self.plan),
                 "workers": self.world.size,
@@ -157,41 +104,161 @@ class Run:
                 **self._skew(),
             },
             self.progress,
+            self.schedule_every,
+            launch.finishing,
+            self._calls,
         )
-        exchange = self._parts.exchange
+        exchange = self._context.exchange
         atexit.register(exchange.close)
         self._progress = self._checkpoints.resume() if exchange.begins else Progress()
-        exchange.start(self._progress.step, self._parts.memo())
+        if early_stop is not None:
+            early_stop.restore(self._progress.early_stop_was)
+            self._progress.early_stop = early_stop
+        self._calls.step(self._progress.step)
+        exchange.start(self._progress.step, self._context.join_state())
         atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
+        atexit.register(self._calls.close)
 
     @property
     def module(self) -> nn.Module:
-        """The model as it is being trained."""
-        self._parts.exchange.complete()
-        return self._parts.model
+        """The model as it is being trained: call it, on every rank, before the first step or between two."""
+        self._context.exchange.complete()
+        return self._context.model
+
+    @property  # type: ignore[misc]  # after the setting of this name has been used up
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer as it really runs: read and set what is in its groups, between two steps, on every rank alike.
+
+        Its parameters are what this worker updates: whole tensors, or pieces of a slice. A schedule sets rates too.
+        """
+        return self._context.exchange.optimizer
+
+    @optimizer.setter
+    def optimizer(self, make: MakeOptimizer) -> None:
+        """What the generated constructor does with `optimizer=`."""
+        self.__dict__["optimizer"] = make
 
     def steps(self, how_long: int | str) -> Iterator[StepReport]:
         """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
         asked = how_long if self._steps_override is None else self._steps_override
         return self._loop.steps(asked, self._progress)
 
+    @contextmanager
+    def gradients(self, function: OnGradients) -> Iterator[None]:
+        """While it lasts, `function` sees the gradients of each step between backward and update, and may change them.
+
+        >>> def halve(gradients):
+        ...     for gradient in gradients.values():
+        ...         gradient.mul_(0.5)
+        >>> with run.gradients(halve):                                       # doctest: +SKIP
+        ...     for step in run.steps(100):
+        ...         print(step.loss)
+        """
+        context = self._context
+        check_gradients(context.exchange, function, context.on_gradients is not None)
+        context.on_gradients = function
+        try:
+            yield
+        finally:
+            context.on_gradients = None
+
+    def schedule_step(self, metric: float | None = None) -> None:
+        """Move the learning rate, where `schedule_every="call"` or a ReduceLROnPlateau of your own waits for it.
+
+        Every rank calls it. If their metrics differ, all take the mean.
+        """
+        scheduler = self._progress.scheduler
+        if scheduler is None:
+            why = "call it after a step" if self.schedule is not None else "give Run schedule="
+            raise ConfigError(f"run.schedule_step: there is no schedule to move; {why}.")
+        with self._calls.together("run.schedule_step"):
+            agreed = None if metric is None else self._context.agree(metric, "run.schedule_step")
+        scheduler.step(agreed)
+
+    def log(  # type: ignore[override, misc]  # likewise
+        self, values: Mapping[str, Value | torch.Tensor], reduce: str = "none"
+    ) -> dict[str, Value]:
+        """Write numbers or text of your own into events.jsonl; returns what was written.
+
+        `reduce`: "none" writes rank 0's values; "mean" and "sum" are over all ranks, all of which call it. So do all
+        for the value that early_stop= watches.
+        """
+        early = self._progress.early_stop
+        watched = early.rule.watch if early is not None else None
+        meets = reduce != "none" or watched in values
+        with self._calls.together("run.log") if meets else nullcontext():
+            found = self._context.reduce(check_values(values), reduce, watched)
+        self._loop.journal.log(self._progress.step, found)
+        if early is not None and watched in found:
+            early.observe(watched, float(found[watched]), self._progress.step)
+        return found
+
+    def best(self, name: str, value: float, mode: str = "min") -> bool:
+        """Keep the checkpoint `best` if this value is the best so far; whether it is.
+
+        Every rank calls it. If their values differ, all take the mean. It is never pruned, and a run that goes on
+        knows its value.
+        """
+        check_mode("run.best", mode)
+        with self._calls.together(f"run.best({name!r})"):
+            value = self._context.agree(value, "run.best")
+        progress = self._progress
+        if progress.early_stop is not None:
+            progress.early_stop.observe(name, value, progress.step)
+        before = progress.best or self._checkpoints.best_so_far()
+        if before is not None and (before.name, before.mode) != (name, mode):
+            raise ConfigError(
+                f"run.best('{name}', mode='{mode}'): the checkpoint best is the best by '{before.name}' "
+                f"(mode='{before.mode}'), and a folder has one; keep to it, or use another folder."
+            )
+        better = is_better(value, None if before is None else before.value, mode)
+        progress.best = Best(name, value, mode, progress.step) if better else before
+        if better:
+            self._checkpoints.begin(BEST, replace(progress))
+        return better
+
     def evaluate(
-        self, data: Source, metrics: Mapping[str, Metric] | None = None, batch: int | None = None
+        self,
+        data: Source | DataLoader[Any],
+        metrics: Mapping[str, Metric] | None = None,
+        batch: int | None = None,
+        weights: str | None = None,
     ) -> Evaluation:
-        """Loss, and metrics given as (output, batch) -> (sum, count), over a whole data set and all workers."""
-        return evaluate(self._parts, data, metrics or {}, batch or self.global_batch)
+        """Loss, and metrics given as (output, batch) -> (sum, count), over a whole data set and all workers.
+
+        `weights`: "ema" or "swa" measures the average that the run keeps.
+        """
+        measures = metrics or {}
+        with (
+            self._calls.together(describe(data, measures, weights)),
+            self._context.averages.in_place(weights),
+        ):
+            return evaluate(self._context, data, measures, batch)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all workers, in the order of the global batch: for a loss that compares samples with each other.
+
+        Every worker's loss calls it equally often. The gradient is that of one process, if each loss is that of the
+        whole batch, or counts each worker's own rows only. Alone it gives the tensor back.
+        """
+        return self._context.gather(tensor)
 
     def save(self, name: str) -> None:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
-        if self._parts.exchange.apart and self.world.rank > 0:
+        if self._context.exchange.uses_servers and self.world.rank > 0:
             return  # what the servers hold is one state, and one worker writes it
         path = Path(name)
         elsewhere = len(path.parts) > 1 and not self._rehearsal
-        self._checkpoints.save(path.name, self._progress, path.parent if elsewhere else None)
+        with self._calls.together(f"run.save({name!r})"):
+            self._checkpoints.save(path.name, self._progress, path.parent if elsewhere else None)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it."""
-        whole = self._parts.whole.state_dict()
+    def state_dict(self, weights: str | None = None) -> dict[str, torch.Tensor]:
+        """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it.
+
+        `weights`: "ema" or "swa" gives the average that the run keeps.
+        """
+        with self._calls.together("run.state_dict"), self._context.averages.in_place(weights):
+            whole = self._context.whole.state_dict()
         return whole if self.world.rank == 0 else {}
 
     def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
@@ -214,7 +281,7 @@ class Run:
 
     def _skew(self) -> dict[str, str | float]:
         """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""
-        loader = self._parts.loader
+        loader = self._context.loader
         found = None if loader.feed.partition.even or self.world.rank > 0 else loader.skew()
         if found is None:
             return {}
@@ -222,17 +289,35 @@ class Run:
         if self.progress:
             text = f"the largest part has {skew:.2f} × its share (over {steps} steps)"
             print(f"partition {self.partition}: {text}", file=sys.stderr)
-            if self.batchnorm == "own" and self._parts.presence.own and not loader.feed.partition.counted:
+            if self.batchnorm == "own" and self._context.presence.own and not loader.feed.partition.counted:
                 text = "batch normalisation is measured by the first worker, which may see few samples"
                 print(f"partition {self.partition}: {text}; consider batchnorm='sync'.", file=sys.stderr)
         return {"partition": self.partition, "skew": round(skew, 4)}
 
-    def _log_folder(self) -> Path | None:
-        if self.log is None:
-            return None
-        if self.log == "auto":
-            return Path(self.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
-        return Path(self.log)
+    def _settings(self) -> RunConfig:
+        """What the user asks for; `log` and `optimizer` are then free for what the run itself has of these names."""
+        found = {field.name: self.__dict__[field.name] for field in dataclasses.fields(RunConfig)}
+        for name in ("log", "optimizer"):
+            del self.__dict__[name]
+        return RunConfig(**found)
 
 
-_NOT_SETTABLE = {"model", "loss", "optimizer", "data", "inputs", "collate", "tensor_rules", "columns"}
+def _join(config: RunConfig, launch: Launch) -> World:
+    # Workers that meet at servers only join no group: whoever is lost from one cannot come back to it.
+    if launch.launcher and meets_at_servers(config.strategy):
+        return World.unjoined(launch, config.device)
+    return World.open(launch, config.backend, config.device)
+
+
+def _log_folder(config: RunConfig) -> Path | None:
+    if config.log is None:
+        return None
+    if config.log == "auto":
+        return Path(config.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
+    return Path(config.log)
+
+
+_NOT_SETTABLE = {
+    *("model", "loss", "optimizer", "models", "optimizers", "step", "penalty", "metrics"),
+    *("data", "inputs", "collate", "tensor_rules", "columns", "sampler", "worker_init_fn"),
+}

@@ -1,4 +1,4 @@
-"""One training step: the first file to read.
+"""One training step: the first file to read. docs/step.md walks through it.
 
 Values flow one way: a portion of the data, losses, gradients, a tally, an update, a report.
 """
@@ -6,58 +6,58 @@ Values flow one way: a portion of the data, losses, gradients, a tally, an updat
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-import torch
-
-from shoal.data.batch import Batch, convert
-from shoal.data.loader import Portion
 from shoal.errors import NonFiniteLoss
-from shoal.exchange.base import Tally
+from shoal.exchange.contract import Stepper, StepView, Tally
 from shoal.report.meter import peak_memory
-from shoal.train.clip import ByNorm, ByValue
-from shoal.train.loss import as_sum_and_count, check_gradient
-from shoal.train.parts import Parts
+from shoal.train.passes import over_stages, run_passes
+from shoal.train.step_context import StepContext
+from shoal.train.technique.clip import ByNorm, ByValue
 from shoal.types import StepReport
 
 
-def run_step(parts: Parts, number: int) -> StepReport:
-    """Train on step `number`, counted from 0: every rank calls it, and all get the same loss back."""
-    meter, exchange, sent = parts.meter, parts.exchange, parts.world.traffic.bytes_sent
+def run_step(context: StepContext, view: StepView) -> StepReport:
+    """Train on one step: every rank calls it, and all get the same loss back."""
+    meter, loader, traffic = context.meter, context.loader, context.world.traffic
+    exchange: Stepper = context.exchange
+    work = context.exchange.work
+    sent = traffic.bytes_sent
     meter.start()
-    part = exchange.first_part(number, parts.loader.feed.rank)
-    portion = parts.loader.take(number, part)
-    parts.look_ahead(number, portion)
+    portion = loader.take(view.step, view.part)
+    context.prefetch_rows(view.step, portion)
     meter.mark("data")
 
-    exchange.begin()
-    parts.recall(exchange.told)
+    exchange.begin(view)
+    context.join(view.joined)
     meter.mark("exposed")
-    foreseen, mine = parts.count_per_sample * portion.samples, Tally(0.0, 0.0)
-    while part >= 0:
-        mine = _compute(parts, number, portion, parts.scale.value / foreseen)
-        meter.mark("compute")
-        part = exchange.next_part(mine, foreseen)
-        meter.mark("exposed")
-        if part >= 0:  # somebody is lost, and this is what was theirs
-            portion = parts.loader.take(number, part)
-            meter.mark("data")
-    if parts.streams.watching:
-        parts.streams.decide(parts.world)
 
-    tally = exchange.finish(mine)
-    if parts.pipeline is not None:
-        tally = _over_stages(parts, tally)
+    # The global count is known only after the step; the last step's count per sample foretells it, most often exactly.
+    expected = context.count_per_sample * portion.samples
+    mine, part = Tally(0.0, 0.0), view
+    while part.computes:  # once; under a parameter server again for each part that a lost worker has left
+        mine = run_passes(context, part.step, portion, context.scale.value / expected)
+        meter.mark("compute")
+        part = work.next_part(part, mine, expected)
+        meter.mark("exposed")
+        if part.computes:
+            portion = loader.take(part.step, part.part)
+            meter.mark("data")
+    if context.streams.watching:
+        context.streams.decide(context.world)
+
+    tally = over_stages(context, exchange.finish(mine), context.scale.value / expected)
     meter.mark("exposed")
 
     loss = tally.total / tally.count if tally.count > 0 else math.nan
-    norm, skipped = _update(parts, number, loss, tally.count, foreseen)
     if tally.count > 0:
-        parts.count_per_sample = tally.count / (portion.own if exchange.counts_own else portion.samples)
-    exchange.memo = parts.memo()
+        context.count_per_sample = tally.count / (portion.own if work.loss_is_local else portion.samples)
+    done = _update(context, view.step, loss, tally.count, expected)
+    completed = work.committed(view, context.join_state())
     meter.mark("update")
     times = meter.stop()
     return StepReport(
-        number=exchange.through(number) + 1,
+        number=completed,
         epoch=portion.epoch,
         loss=loss,
         samples=portion.samples,
@@ -67,104 +67,64 @@ def run_step(parts: Parts, number: int) -> StepReport:
         compute_seconds=times.compute,
         exposed_seconds=times.exposed,
         update_seconds=times.update,
-        bytes_sent=parts.world.traffic.bytes_sent - sent,
+        bytes_sent=traffic.bytes_sent - sent,
         peak_memory=peak_memory(),
         lr=float(exchange.optimizer.param_groups[0]["lr"]),
-        grad_norm=norm,
-        skipped=skipped,
+        grad_norm=done.norm,
+        skipped=done.skipped,
+        metrics=context.metrics.take(),
     )
 
 
-def _compute(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:
-    """Forward and backward passes of a portion."""
-    if parts.pipeline is not None:
-        return parts.pipeline.run(number, portion, weight)
-    if parts.split_loss is None:
-        return accumulate(parts, number, portion, weight)
-    with parts.split_loss():
-        return accumulate(parts, number, portion, weight)
+@dataclass(frozen=True)
+class _Update:
+    """What became of a step's gradients."""
+
+    norm: float | None = None
+    skipped: bool = False
 
 
-def accumulate(parts: Parts, number: int, portion: Portion, weight: float) -> Tally:
-    """Forward and backward, one micro-batch after the other: a pipeline of one stage."""
-    losses, count, streams = [], 0.0, parts.streams
-    last = len(portion.batches) - 1
-    for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True)):
-        total = None
-        if batch is not None:
-            streams.begin(number, portion.first + i)
-            parts.presence.see(counts)
-            total, n = forward(parts, batch)
-            if streams.watching:
-                streams.settle()
-            check_gradient(total)
-            if counts:
-                losses.append(total.detach())
-                count += n
-        parts.exchange.backward(total, weight if counts else 0.0, last=i == last)
-        if not counts:
-            parts.presence.see(True)
-    return Tally(sum([loss.item() for loss in losses]), count)
-
-
-def _over_stages(parts: Parts, tally: Tally) -> Tally:
-    """Only the last stage of a pipeline sees the loss; here all learn of it."""
-    total, count = parts.mesh.stages.gather_numbers([tally.total, tally.count]).sum(0).tolist()
-    return Tally(total, count)
-
-
-def forward(parts: Parts, batch: Batch) -> tuple[torch.Tensor, float]:
-    """The loss of one micro-batch as a sum and its count."""
-    if parts.converts:
-        batch = convert(batch, parts.world.device, parts.precision.model)
-    if parts.precision.compute is None:  # a context that does nothing costs microseconds too
-        return as_sum_and_count(parts.loss(parts.model(parts.inputs(batch)), batch), batch)
-    with parts.precision.context(parts.world.device):
-        return as_sum_and_count(parts.loss(parts.model(parts.inputs(batch)), batch), batch)
-
-
-def _update(
-    parts: Parts, number: int, loss: float, count: float, foreseen: float
-) -> tuple[float | None, bool]:
-    """Apply the gradients, or drop them; every rank decides alike, from numbers that are alike."""
-    exchange, clip = parts.exchange, parts.clip
-    if count == 0 and exchange.counts_own:  # the last batch of an epoch may have no samples for everybody
-        exchange.drop()
-        return None, False
+def _update(context: StepContext, step: int, loss: float, count: float, expected: float) -> _Update:
+    """Apply the gradients, or discard them; every rank decides alike, from numbers that are alike."""
+    exchange: Stepper = context.exchange
+    clip, scale, recorder = context.clip, context.scale, context.recorder
+    # An epoch's last batch may have no samples for some worker.
+    if count == 0 and context.exchange.work.loss_is_local:
+        exchange.discard()
+        return _Update()
     if not math.isfinite(loss):
-        if not parts.skip_nan:
+        if not context.skip_nan:
             raise NonFiniteLoss(
-                f"the loss of step {number + 1} is {loss} (count {count:g}); lower the learning rate or look at that "
+                f"the loss of step {step + 1} is {loss} (count {count:g}); lower the learning rate or look at that "
                 "step's samples, or set on_nan='skip' to drop such steps."
             )
-        exchange.drop()
-        return None, True
-    # Gradients hold sum × scale / foreseen: most often, this is 1.
-    mean = foreseen / (count * parts.scale.value)
+        exchange.discard()
+        return _Update(skipped=True)
+
+    # Gradients hold sum × scale / expected, so this is 1 wherever the count was foretold and nothing is scaled.
+    mean = context.show_gradients(expected / (count * scale.value))
     norm = None
-    if parts.scale.dynamic or parts.skip_nan or isinstance(clip, ByNorm):
-        norm = exchange.norm() * mean
+    if scale.dynamic or context.skip_nan or isinstance(clip, ByNorm):
+        norm = exchange.grad_norm() * mean
         if not math.isfinite(norm):
-            return _not_finite(parts, number, norm)
-    if parts.recorder is not None:
-        parts.recorder.gradients(number, loss, parts.whole.gradients(), mean)
+            if not (scale.dynamic or context.skip_nan):
+                raise NonFiniteLoss(
+                    f"the gradient of step {step + 1} has norm {norm} though its loss is finite; lower the learning "
+                    "rate, or set on_nan='skip' to drop such steps."
+                )
+            scale.overflowed()
+            exchange.discard()
+            return _Update(skipped=True)
+    if recorder is not None:
+        recorder.gradients(step, loss, context.whole.gradients(), mean)
+
     factor = mean
     if isinstance(clip, ByNorm) and norm is not None:
         factor *= min(1.0, clip.limit / (norm + 1e-6))
-    exchange.update(factor, clip.limit if isinstance(clip, ByValue) else None)
-    if parts.recorder is not None:
-        parts.recorder.parameters(number, parts.whole.parameters())
-    exchange.rescale(parts.scale.succeeded())
-    return norm, False
-
-
-def _not_finite(parts: Parts, number: int, norm: float) -> tuple[float | None, bool]:
-    if parts.scale.dynamic:
-        parts.scale.overflowed()
-    elif not parts.skip_nan:
-        raise NonFiniteLoss(
-            f"the gradient of step {number + 1} has norm {norm} though its loss is finite; lower the learning rate, "
-            "or set on_nan='skip' to drop such steps."
-        )
-    parts.exchange.drop()
-    return None, True
+    exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
+    exchange.publish()
+    context.averages.update(step)
+    if recorder is not None:
+        recorder.parameters(step, context.whole.parameters())
+    exchange.rescale(scale.succeeded())
+    return _Update(norm)

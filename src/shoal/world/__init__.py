@@ -4,11 +4,10 @@ launch.py      how this process was started: the only reader of rank variables
 rendezvous.py  the store in which the workers of a job meet
 world.py       `World`: rank, size, hosts, and the collectives that everything above calls
 buckets.py     where parameters and gradients lie in a few flat vectors
-memory.py      memory that the workers of a host share, under no name
-flags.py       how they wait for each other there: counters and futex
-shm.py         the c10d backend "shoal"; shm_flat, shm_ops and shm_work are its parts
+mesh.py        this worker's place on the data, stage and tensor axes
+shm/           the c10d backend "shoal": collectives through memory that the workers of one host share
 gloo.py        groups that span hosts, and messages between two ranks
-levels.py      collectives on two levels, within hosts and between; reach and stages are its parts
+two_level/     collectives on two levels, within hosts and between; hosts.py says who is on which
 devices.py     where a worker computes; traffic.py counts what it sends
-failure.py     how a worker ends in one sentence when no launcher of ours watches
+failure.py     how a worker ends in one sentence, and which frames of an error are the user's
 """

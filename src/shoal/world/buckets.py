@@ -82,7 +82,8 @@ def lay_out(
                 continue
             if places and (end + numel) * dtype.itemsize > capacity:
                 buckets.append(_close(len(buckets), dtype, places, end, slices, share))
-                places, end = [], 0
+                places = []
+                end = 0
             places.append(Place(name, end, numel))
             end = _round_up(end + numel, ALIGN)
         buckets.append(_close(len(buckets), dtype, places, end, slices, share))
@@ -111,7 +112,8 @@ def gaps_of(pieces: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int
     >>> gaps_of([(0, 3), (4, 2)], 8)
     [(3, 4), (6, 8)]
     """
-    found, end = [], 0
+    found = []
+    end = 0
     for start, numel in sorted([*pieces, (size, 0)]):
         if start > end:
             found.append((end, start))

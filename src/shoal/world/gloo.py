@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as PairTimeout
 from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
-from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
+from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo, Work
+
+from shoal.torch_private import PrefixStore, Store, c10d, untraced, wrap_gloo
 
 
 def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
@@ -26,28 +30,37 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
 
     Gloo is wrapped as torch does it: the wrapper's methods run without the interpreter lock.
     """
-    group = ProcessGroup(store, rank, size)
-    group._register_backend(
-        torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo_backend(store, rank, size, timeout)
-    )
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    return group
+    return wrap_gloo(store, rank, size, gloo_backend(store, rank, size, timeout))
 
 
-_SUM, _GATHER, _TRADE = 1, 2, 3
-"""Tags: of each kind, the messages of a pair arrive in the order in which they were sent."""
+_SUM = 1
+_GATHER = 2
+_TRADE = 3
+"""Kinds: of each, the messages of a pair arrive in the order in which they were sent."""
+_KINDS = 4
+
+
+def _tag(kind: int, part: Tensor) -> int:
+    """What is sent, in the number that gloo matches messages by: at no cost, other messages than expected never meet.
+
+    A rank that sends other numbers than its peer expects does so in vain, and both say after their timeout that they
+    waited for each other; nobody adds or stores what it was not meant to.
+    """
+    said = f"{part.dtype} {part.numel()}".encode()
+    return kind + _KINDS * (zlib.crc32(said) >> 4)
 
 
 def trade(
-    group: ProcessGroup, rank: int, gets: Sequence[Tensor], gives: Sequence[Tensor], tag: int
+    group: ProcessGroup, rank: int, gets: Sequence[Tensor], gives: Sequence[Tensor], kind: int
 ) -> list[Work]:
-    """Every rank gives one tensor to each other, and gets one.
+    """Every rank gives one tensor to each other, and gets one; all are of one size.
 
     Receiving comes first. A receiver tells gloo's sender that it is ready on the same connection, behind all that is
     being sent there; told later, the two directions take turns, and everything takes twice as long. Gloo's own
     all-to-all, all-gather and broadcasts do that as chance will have it.
     """
     size = len(gets)
+    tag = _tag(kind, gives[rank])
     others = [(rank + step) % size for step in range(1, size)]  # not all to the same one at once
     got = [group.recv([gets[other]], other, tag) for other in reversed(others)]
     return got + [group.send([gives[other]], other, tag) for other in others]
@@ -57,7 +70,8 @@ class Traded:
     """An all-to-all: slice r of `whole` goes to rank r."""
 
     def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
-        gets, self._gives = out.chunk(size), whole.chunk(size)
+        gets = out.chunk(size)
+        self._gives = whole.chunk(size)
         gets[rank].copy_(self._gives[rank])
         self._works = trade(group, rank, gets, self._gives, _TRADE) if out.numel() else []
 
@@ -74,7 +88,8 @@ class ScatteredSum:
     def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
         self._out = out
         self._whole = whole  # must live until it is sent
-        gives, self._parts = whole.chunk(size), torch.empty_like(whole).chunk(size)
+        gives = whole.chunk(size)
+        self._parts = torch.empty_like(whole).chunk(size)
         self._parts[rank].copy_(gives[rank])  # where it lies may be where the sum is to be
         self._works = trade(group, rank, self._parts, gives, _SUM)
 
@@ -103,11 +118,16 @@ class GatheredParts:
             work.wait()
 
 
-def from_rank(source: int) -> BroadcastOptions:
+def from_rank(source: int) -> c10d.BroadcastOptions:
     """The options of a broadcast from that rank."""
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor = source, 0
+    options = c10d.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
     return options
+
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
+"""Seconds between two looks at whether anybody has sent something."""
 
 
 class Pairs:
@@ -118,7 +138,9 @@ class Pairs:
     """
 
     def __init__(self, store: Store, rank: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._timeout = store, rank, timeout
+        self._store = store
+        self._rank = rank
+        self.timeout = timeout
         self._pairs: dict[int, _Pair] = {}
         self._lock = threading.Lock()
 
@@ -142,7 +164,7 @@ class Pairs:
             if peer not in self._pairs:
                 low, high = min(peer, self._rank), max(peer, self._rank)
                 store = PrefixStore(f"pair{low}-{high}", self._store)
-                self._pairs[peer] = _Pair(store, int(self._rank == high), self._timeout)
+                self._pairs[peer] = _Pair(store, int(self._rank == high), self.timeout)
             return self._pairs[peer]
 
 
@@ -179,15 +201,23 @@ class _Pair:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+@untraced
 class _Message(Work):
     """A message that may still wait for its pair to be made."""
 
     def __init__(self, issued: Future[Work], targets: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
         super().__init__()
-        self._issued, self._targets, self._flat = issued, targets, flat
+        self._issued = issued
+        self._targets = targets
+        self._flat = flat
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        work = self._issued.result()
+        try:
+            work = self._issued.result(timeout.total_seconds() or None)
+        except PairTimeout:
+            raise DistBackendError(
+                f"a message has not found the other rank: Timed out waiting {timeout.total_seconds() * 1e3:.0f}ms."
+            ) from None
         work.wait(timeout) if timeout else work.wait()
         for target, flat in zip(self._targets, self._flat, strict=True):
             if target.data_ptr() != flat.data_ptr():
@@ -198,14 +228,68 @@ class _Message(Work):
         return self._issued.done() and self._issued.result().is_completed()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        return _future_of(self, self._targets)
 
-        def settle() -> None:
-            try:
-                self.wait()
-                future.set_result(list(self._targets))
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
 
-        threading.Thread(target=settle, daemon=True).start()
-        return future
+@untraced
+class FromAnySource(Work):
+    """A message from whichever rank sends one first: whose it is, is found out by whoever waits."""
+
+    def __init__(
+        self, pairs: Pairs, tensors: Sequence[Tensor], tag: int, look: Callable[[], int | None]
+    ) -> None:
+        """`look` gives a rank that has sent something, whose message is then this one's; None while nobody has."""
+        super().__init__()
+        self._pairs = pairs
+        self._tensors = list(tensors)
+        self._tag = tag
+        self._look = look
+        self._lock = threading.Lock()
+        self._source = -1
+        self._message: Work | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        seconds = (timeout or self._pairs.timeout).total_seconds()
+        end = time.monotonic() + seconds
+        pause = _SHORTEST_PAUSE
+        while (message := self._found()) is None:
+            if time.monotonic() > end:
+                raise DistBackendError(
+                    f"nobody has sent what is received from any source: Timed out waiting {seconds * 1e3:.0f}ms."
+                )
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+        return message.wait(timeout)
+
+    def is_completed(self) -> bool:
+        message = self._found()
+        return message is not None and message.is_completed()
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    source_rank = _source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return _future_of(self, self._tensors)
+
+    def _found(self) -> Work | None:
+        with self._lock:
+            if self._message is None and (source := self._look()) is not None:
+                self._source = source
+                self._message = self._pairs.recv(self._tensors, source, self._tag)
+            return self._message
+
+
+def _future_of(work: Work, results: Sequence[Tensor]) -> torch.futures.Future[list[Tensor]]:
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+
+    def settle() -> None:
+        try:
+            work.wait()
+            future.set_result(list(results))
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    threading.Thread(target=settle, daemon=True).start()
+    return future

@@ -4,12 +4,15 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
 `shoal run` sets all of them.
 
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT     as torchrun defines them
+    TORCHELASTIC_RESTART_COUNT   how often torchrun has started the workers anew; its store outlives them
     SHOAL_RENDEZVOUS   file:///path (one host) or tcp://address:port        where the workers meet
     SHOAL_OVERRIDES    {"strategy": "zero1", "steps": 20}                   what --strategy, --steps, --set say
     SHOAL_HOST         a name                                               which host this worker counts as
     SHOAL_RECORD       a folder                                             where `shoal verify` wants each step
     SHOAL_STANDS_FOR   a number                                             one process cuts steps as so many would
+    SHOAL_STILL        1                                                    train the model in evaluation mode
     SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
+    SHOAL_FINISHING    a path                                               what to create if a signal is obeyed later
     SHOAL_QUESTION     tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
@@ -41,8 +44,14 @@ class Launch:
     """Folder in which to write down every step; empty means: do not."""
     stands_for: int = 1
     """How many workers' micro-batches this one process computes, one after the other."""
+    still: bool = False
+    """Whether the model trains in evaluation mode, so that no layer draws or follows statistics."""
     launcher: str = ""
     """The socket at which our launcher listens to its workers; empty if another has started them."""
+    finishing: str = ""
+    """The file to create on a signal, where this worker ends a little later by itself; empty: no launcher waits."""
+    attempt: int = 0
+    """How often torchrun has started the workers of this job anew."""
     question: str = ""
     """What to find out about the model instead of training it; empty means: train."""
 
@@ -77,6 +86,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         overrides=json.loads(env.get("SHOAL_OVERRIDES", "{}")),
         record=env.get("SHOAL_RECORD", ""),
         stands_for=number("SHOAL_STANDS_FOR", 1),
+        still=bool(env.get("SHOAL_STILL", "")),
         launcher=env.get("SHOAL_LAUNCHER", ""),
+        finishing=env.get("SHOAL_FINISHING", ""),
+        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         question=env.get("SHOAL_QUESTION", ""),
     )

@@ -14,10 +14,12 @@ Each axis is a World of its own: the workers that differ from this one along tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoal.torch_private import flatten
 from shoal.world.world import World
 
 AXES = ("replica", "shard", "stage", "tensor")
@@ -72,7 +74,7 @@ class Mesh:
             if size == world.size:
                 return world
             part = mesh[names]
-            whole = part if len(names) == 1 else part._flatten("_".join(names))
+            whole = part if len(names) == 1 else flatten(part, "_".join(names))
             return world.within(whole.get_group())
 
         return Mesh(
@@ -85,7 +87,7 @@ class Mesh:
         )
 
     @staticmethod
-    def apart(world: World) -> Mesh:
+    def ungrouped(world: World) -> Mesh:
         """A worker that meets others at servers only: it has its number, and whatever it holds, it holds alone."""
         alone = World.alone(world.device)
         alone.traffic = world.traffic
@@ -94,21 +96,41 @@ class Mesh:
         )
 
     @staticmethod
-    def imagine(alone: World, workers: int, tensor: int = 1, stages: int = 1) -> Mesh:
-        """What the first of so many workers would see, with nobody there: only the sizes of the axes are of use.
+    def imagine(
+        alone: World,
+        workers: int,
+        tensor: int = 1,
+        stages: int = 1,
+        rank: int = 0,
+        hosts: Sequence[str] = (),
+    ) -> Mesh:
+        """What one of so many workers would see, with nobody there: only sizes and places are of use.
 
         >>> Mesh.imagine(World.alone(), 8, tensor=2).data.size
         4
+        >>> Mesh.imagine(World.alone(), 4, stages=2, rank=3).stages.rank
+        1
         """
+        names = hosts or [""] * workers
         cells = tensor * stages
-        data, stage, part, model = (
-            World(0, size, alone.device, [""] * size) for size in (workers // cells, stages, tensor, cells)
+        ranks = range(workers)
+
+        def axis(members: Sequence[int]) -> World:
+            here = [names[member] for member in members]
+            return World(members.index(rank), len(members), alone.device, here, members=members)
+
+        return Mesh(
+            alone,
+            axis(ranks[rank % cells :: cells]),
+            axis([r for r in ranks if r // cells == rank // cells and r % tensor == rank % tensor]),
+            axis([r for r in ranks if r // tensor == rank // tensor]),
+            axis([r for r in ranks if r // cells == rank // cells]),
         )
-        return Mesh(alone, data, stage, part, model)
 
     def place_of(self, rank: int) -> tuple[int, int, int]:
         """The data, stage and tensor coordinates of a rank."""
-        tensor, stages = self.tensor.size, self.stages.size
+        tensor = self.tensor.size
+        stages = self.stages.size
         return rank // (tensor * stages), rank // tensor % stages, rank % tensor
 
     def drawing(self) -> str:

@@ -13,10 +13,10 @@ from typing import cast
 from urllib.parse import urlparse
 
 import psutil
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.errors import ConfigError
+from shoal.torch_private import FileStore, PrefixStore, Store, TCPStore
 from shoal.world.launch import Launch
 
 
@@ -33,6 +33,11 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     raise ConfigError(
         f"cannot meet at '{launch.rendezvous}'; SHOAL_RENDEZVOUS takes file:///path or tcp://address:port."
     )
+
+
+def in_attempt(launch: Launch, store: Store) -> Store:
+    """The part of a store that belongs to this start of the workers: torchrun's own outlives those it starts anew."""
+    return PrefixStore(f"attempt{launch.attempt}", store) if launch.attempt else store
 
 
 def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> Store:

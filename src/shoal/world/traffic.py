@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def share_of(nbytes: int, workers: int) -> int:
+    """Of a tensor that is gathered or reduce-scattered, the bytes that a worker sends: all parts but its own.
+
+    >>> share_of(300, workers=3)
+    200
+    """
+    return nbytes * (workers - 1) // workers
+
+
+def ring_bytes(nbytes: int, workers: int) -> int:
+    """The same for an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * share_of(nbytes, workers)
+
+
 @dataclass
 class Traffic:
     """Counts that all worlds of a worker share.

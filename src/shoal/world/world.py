@@ -15,17 +15,18 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.torch_private import all_gather, c10d, default_store, reduce_scatter
 from shoal.world.devices import choose_device, small_backend, whole_backend
 from shoal.world.gloo import GatheredParts, ScatteredSum, Traded, from_rank
 from shoal.world.launch import Launch
-from shoal.world.levels import BORDER, Levels, Routes
-from shoal.world.memory import host_key
-from shoal.world.rendezvous import bind_gloo, open_store
-from shoal.world.shm import NAME, SharedMemoryGroup, register_backend
+from shoal.world.rendezvous import bind_gloo, in_attempt, open_store
+from shoal.world.shm.backend import NAME, SharedMemoryGroup, register_backend
+from shoal.world.shm.memory import host_key
 from shoal.world.traffic import Traffic as Traffic
+from shoal.world.traffic import ring_bytes, share_of
+from shoal.world.two_level.hierarchical import BORDER, Levels, Routes
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -64,7 +65,8 @@ class World:
         members: Sequence[int] | None = None,
         launcher: str = "",
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.device = device
         self.hosts = tuple(hosts)
         """Which host each rank is on."""
@@ -98,9 +100,9 @@ class World:
         register_backend()
         bind_gloo(launch)
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = in_attempt(launch, default_store())
         else:
-            store = open_store(launch, TIMEOUT)
+            store = in_attempt(launch, open_store(launch, TIMEOUT))
             name = whole_backend(backend, where)
             dist.init_process_group(
                 name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT
@@ -116,7 +118,8 @@ class World:
     @staticmethod
     def unjoined(launch: Launch, device: str = "auto") -> World:
         """A worker that knows its number and meets nobody: it joins no group, and its collectives are with itself."""
-        where, hosts = choose_device(device, launch.local_rank), [launch.host] * launch.size
+        where = choose_device(device, launch.local_rank)
+        hosts = [launch.host] * launch.size
         return World(launch.rank, launch.size, where, hosts, launcher=launch.launcher)
 
     def alone_among(self) -> World:
@@ -137,7 +140,7 @@ class World:
         group = dist.new_group(members, backend=small_backend(self.device), use_local_synchronization=True)
         return self._smaller(members, group)
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         """The same workers with a group of their own: its collectives need not come in one order with ours."""
         if self.group is None:  # alone, or imagined
             return self
@@ -165,6 +168,15 @@ class World:
         smaller.routes = self.routes
         return smaller
 
+    def abort(self) -> None:
+        """A peer is gone: end the collectives of this group that are under way. No word to anybody.
+
+        In shared memory nothing touches a tensor after this. Gloo has no such call: what it had begun may still write
+        into its tensors until the dead peer's sockets are closed, so those must not be used again.
+        """
+        if self.group is not None:
+            self.group.abort()
+
     def close(self) -> None:
         """Leave the job. Peers may already be gone, so nothing waits."""
         self.routes.close()
@@ -180,7 +192,7 @@ class World:
         """Sum over all ranks, in place."""
         if self.group is None:
             return DONE
-        if (levels := self._way(tensor, 2 * self.share_of(tensor))) is not None:
+        if (levels := self._way(tensor, ring_bytes(tensor.numel() * tensor.itemsize, self.size))) is not None:
             return levels.all_reduce(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
@@ -194,7 +206,7 @@ class World:
             return levels.reduce_scatter(out, tensor)
         if self._on_gloo:
             return ScatteredSum(self._group, out, tensor, self.rank, self.size)
-        return self._group._reduce_scatter_base(out, tensor, c10d.ReduceScatterOptions())
+        return reduce_scatter(self._group, out, tensor)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
         """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
@@ -206,7 +218,7 @@ class World:
             return levels.all_gather(out, part)
         if self._on_gloo:
             return GatheredParts(self._group, out.chunk(self.size), part, self.rank)
-        return self._group._allgather_base(out, part, c10d.AllgatherOptions())
+        return all_gather(self._group, out, part)
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """Slice r of `tensor` goes to rank r; `out` gets one slice from every rank, in rank order."""
@@ -292,4 +304,4 @@ class World:
 
     def share_of(self, tensor: torch.Tensor) -> int:
         """The bytes of a tensor that other workers must get, or give."""
-        return tensor.numel() * tensor.itemsize * (self.size - 1) // self.size
+        return share_of(tensor.numel() * tensor.itemsize, self.size)

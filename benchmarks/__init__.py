@@ -1,0 +1,1 @@
+"""What Shoal costs and gains, beside its peers. `scripts/bench NAME` runs one benchmark; README.md lists them."""

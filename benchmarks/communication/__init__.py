@@ -1,0 +1,1 @@
+"""Benchmarks of bytes between workers: collectives, two levels, compressors."""

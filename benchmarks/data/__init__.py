@@ -1,0 +1,1 @@
+"""Benchmarks of data: the global order of samples, padding."""

@@ -1,0 +1,1 @@
+"""Benchmark: strategies between two hosts, at several rates of the network."""

@@ -1,0 +1,1 @@
+"""What a benchmark leaves: results as JSON, tables, pictures, and docs/numbers.md."""

@@ -1,0 +1,1 @@
+"""Benchmarks of state: memory of a worker, checkpoints."""

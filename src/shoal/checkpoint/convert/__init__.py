@@ -1,0 +1,1 @@
+"""Checkpoints from and to other people's formats, without unpickling."""

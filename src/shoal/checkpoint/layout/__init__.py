@@ -1,0 +1,1 @@
+"""What a checkpoint consists of: regions of logical tensors, files, the manifest."""

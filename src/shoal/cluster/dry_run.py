@@ -1,0 +1,97 @@
+"""Before the workers start: will the script's model do under the strategy?
+
+Heads that tpN cannot divide, or a model with too few places for ppN, show only once the script has built its model. So
+where the strategy divides the model, one process runs the script as the first worker would, up to its `Run`: a dry run.
+So it is where the script names a global_batch of fewer samples than workers. It builds the model, finds what
+a run would find, and ends (see `shoal.train.answer_dry_run`). It joins nobody, writes nothing of its own, and what it
+prints is not shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.cluster.local import Job, run_job, threads_of, worker_environment
+from shoal.config import degree_of, parse_strategy
+from shoal.errors import WorkerFailed
+
+SECONDS = 60.0
+"""How long the scout may take: a script that waits for its peers before `Run` would wait for ever."""
+
+_DEGREE = re.compile(r"(^|\*)\s*(tp|pp)(\d|$)")
+"""A degree in a strategy, or the beginning of one that an f-string completes."""
+
+
+def scout(job: Job) -> None:
+    """Raise the refusal of a run whose strategy divides the model, before any worker starts.
+
+    Whatever else goes wrong in the scout is left to the workers, which show it as they always do.
+    """
+    if job.size == 1 or not (may_divide(job) or may_be_too_many(job)):
+        return
+    # It is told what the first worker would be told, but for where the others are: nobody will come.
+    environment = {
+        **worker_environment(job, 0, "", threads_of(job)),
+        **dict.fromkeys(("SHOAL_RENDEZVOUS", "MASTER_ADDR", "MASTER_PORT"), ""),
+        "SHOAL_QUESTION": "check",
+    }
+    try:
+        run_job(Job(job.script, job.args, output="none", environment=environment, seconds=SECONDS))
+    except WorkerFailed as failed:
+        if failed.refusal:
+            raise
+
+
+def may_divide(job: Job) -> bool:
+    """Whether the strategy divides the model: by the job's own words, else by those in the script and its arguments.
+
+    A script that only mentions such a strategy costs the time of a scout; one that reads it from elsewhere is refused
+    by its workers, if it must be.
+    """
+    chosen = job.overrides.get("strategy")
+    if chosen is not None:
+        plan = parse_strategy(str(chosen))
+        return degree_of(plan.tensor) * degree_of(plan.pipeline) > 1
+    return any(_DEGREE.search(text) for text in (*job.args, *_texts(Path(job.script))))
+
+
+def may_be_too_many(job: Job) -> bool:
+    """Whether a global_batch that the job or its script names has fewer samples than there are workers."""
+    chosen = job.overrides.get("global_batch")
+    named = [chosen] if chosen is not None else _named(Path(job.script), "global_batch")
+    return any(isinstance(value, int) and value < job.size for value in named)
+
+
+def _named(script: Path, name: str) -> Iterator[object]:
+    """The constants that a script gives to a name: `name=8` in a call or a line, or `"name": 8`."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        pairs: list[tuple[object, ast.expr | None]] = []
+        if isinstance(node, ast.keyword):
+            pairs = [(node.arg, node.value)]
+        elif isinstance(node, ast.Assign):
+            pairs = [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.Dict):
+            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+            pairs = list(zip(keys, node.values, strict=True))
+        for found, value in pairs:
+            if isinstance(found, str) and found.lower() == name and isinstance(value, ast.Constant):
+                yield value.value
+
+
+def _texts(script: Path) -> Iterator[str]:
+    """The texts that a script works with: its string constants, parts of f-strings too, but no docstrings."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the workers will show it
+    idle = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in idle:
+            yield node.value

@@ -1,0 +1,78 @@
+"""Where workers ask their launcher for servers: a socket in the job's private folder.
+
+Whether a script needs servers shows only once it runs, and they are started when the first worker asks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cluster.server_supervisor import Attendants, Watch
+from shoal.server.transport.keys import JobKeys
+
+_SECOND = "one `shoal run` has servers for one Run with strategy ps; start the script again for another."
+
+
+class ServerBroker:
+    """Answers workers with the address of the coordinator and the job's keys."""
+
+    def __init__(self, folder: str, threads: str, watch: Watch, forget: Callable[[int], None]) -> None:
+        self.path = str(Path(folder) / "launcher.sock")
+        self._keys = JobKeys.make()
+        self._servers = Attendants(threads, self._keys, watch, forget)
+        self._workers: dict[int, int] = {}
+        """Rank -> the number of its worker in the job."""
+        self.replaces = False
+        """Whether a worker that is lost can be replaced: the others meet it at servers only."""
+        self._started = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(64)
+        watch(self._listener.fileno(), self._accept)
+        self._servers.closing = lambda: [self._listener.fileno()]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What a forked worker inherits and must close."""
+        return [self._listener.fileno(), *self._servers.descriptors]
+
+    def worker_ended(self, rank: int) -> None:
+        """A worker is gone: what it was working on can go to others now."""
+        if rank in self._workers:
+            self._servers.tell_gone(self._workers.pop(rank))
+
+    def close(self) -> None:
+        """End the servers."""
+        self._servers.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        line, _ = self._listener.accept()
+        with line:
+            line.settimeout(5.0)
+            try:
+                asked = json.loads(line.makefile("rb").readline(65536))
+                servers = int(asked["servers"])
+                rank = int(asked["rank"])
+                me = int(asked["id"])
+                if rank in self._workers:
+                    line.sendall(json.dumps({"refused": _SECOND}).encode() + b"\n")
+                    return
+                self.replaces = self.replaces or bool(asked["replaceable"])
+                self._start(servers)
+                self._workers[rank] = me
+                answer = {"address": self._servers.address, "keys": self._keys.to_text()}
+                line.sendall(json.dumps(answer).encode() + b"\n")
+            except (OSError, ValueError, KeyError, TypeError):
+                return  # it ended before it had said what it wants, or heard the answer
+
+    def _start(self, servers: int) -> None:
+        if not self._started:
+            self._started = True
+            if servers:
+                self._servers.coordinate()
+            for slot in range(servers):
+                self._servers.serve(slot)

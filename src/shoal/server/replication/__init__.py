@@ -1,0 +1,1 @@
+"""Chains of servers, hand-over to a server that joins, membership and the coordinator."""

@@ -1,0 +1,1 @@
+"""Bytes between processes: frames, keys, sockets, encryption, shared memory."""

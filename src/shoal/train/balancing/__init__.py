@@ -1,0 +1,1 @@
+"""From measured speeds to the share of a step that each worker computes."""

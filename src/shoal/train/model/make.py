@@ -1,0 +1,90 @@
+"""The model that the user gave, or the one that the user's factory makes: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shoal import seeds
+from shoal.deferred_init import CannotDefer, build_lazily
+from shoal.errors import ConfigError
+from shoal.world.world import World
+
+MakeModel = Callable[[], nn.Module]
+Values = Callable[[str], torch.Tensor]
+
+MODEL = "give an nn.Module or a function of no arguments that returns one."
+
+
+def make_model(
+    given: nn.Module | MakeModel, seed: int, dtype: torch.dtype | None, lazily: bool
+) -> tuple[nn.Module, Values | None]:
+    """The model in training mode, whole; or, `lazily` and where that can be done, without memory: then a function
+    gives the initial value of one tensor at a time. With a factory, initial values are keyed by name."""
+    if isinstance(given, nn.Module):
+        return _typed(given, dtype), None
+
+    def make() -> nn.Module:
+        made: Any = given()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model= made a {type(made).__name__}; {MODEL}")
+        return made
+
+    if lazily:
+        try:
+            found = build_lazily(make, seed)
+        except CannotDefer:
+            pass  # a factory that looks at values as it makes them: then the whole model it is
+        else:
+            model = _typed(found.model, dtype)
+            dtypes = {n: t.dtype for n, t in [*model.named_parameters(), *model.named_buffers()]}
+            return model, lambda name: found.value(name).to(dtypes[name])
+    return _typed(seeds.build_by_name(make, seed), dtype), None
+
+
+def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"the model has parameters without a size ('{name}'); give its sizes, as in nn.Linear(8, 4) for "
+                "nn.LazyLinear(4)."
+            )
+    return model.train() if dtype is None else model.to(dtype).train()
+
+
+def agree_on_model(model: nn.Module, world: World) -> None:
+    """All ranks must have the same parameters and buffers; then all take rank 0's values.
+
+    A model without memory has no values yet: they follow from the seed.
+    """
+    if world.size == 1:
+        return
+    mine = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    mine += [[n, list(b.shape), str(b.dtype), True] for n, b in model.named_buffers()]
+    everyone = world.gather_values(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ConfigError(_disagreement(everyone[0], theirs, rank))
+    with torch.no_grad():
+        tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel() and not t.is_meta]
+        for handle in [world.broadcast(t.detach()) for t in tensors]:
+            handle.wait()
+
+
+def _disagreement(first: list[Any], other: list[Any], rank: int) -> str:
+    remedy = "build the same model on every rank."
+    for a, b in zip(first, other, strict=False):
+        if a != b:
+            return f"ranks disagree on the model: rank 0 has {_line(a)}, rank {rank} has {_line(b)}; {remedy}"
+    longer, owner = (first, 0) if len(first) > len(other) else (other, rank)
+    extra = longer[min(len(first), len(other))]
+    return f"ranks disagree on the model: only rank {owner} has {_line(extra)}; {remedy}"
+
+
+def _line(entry: list[Any]) -> str:
+    name, shape, dtype, learns = entry
+    return f"'{name}' {shape} {dtype.removeprefix('torch.')}{'' if learns else ' frozen'}"

@@ -1,0 +1,90 @@
+"""What to add to an error of the user's own code: where it happened; and where memory ran out, what would take less."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.data.feed import Feed
+from shoal.errors import ShoalError
+from shoal.train.model.recompute import recomputes
+from shoal.types import Plan
+from shoal.world.failure import is_lost_peer
+from shoal.world.free_memory import free_memory
+
+_ASKED = re.compile(r"tried to allocate ([\d.]+ ?(?:bytes|[KMGT]i?B))", re.IGNORECASE)
+_WHOLE = ("ddp", "zero1", "zero2")
+"""Exchanges under which every worker holds all parameters by itself."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is known when memory runs out in a step."""
+
+    micro_batch: int
+    """Samples of the largest micro-batch."""
+    accumulate: int
+    recomputes: bool
+    exchange: str
+    pipeline: bool
+    replicas: int
+    parameter_bytes: int
+
+    @staticmethod
+    def of(model: nn.Module, feed: Feed, plan: Plan) -> Shortage:
+        """From the parts of a run."""
+        return Shortage(
+            micro_batch=-(-feed.global_batch // feed.parts),
+            accumulate=feed.accumulate,
+            recomputes=recomputes(model),
+            exchange=plan.exchange.name,
+            pipeline=plan.pipeline is not None,
+            replicas=feed.size,
+            parameter_bytes=sum(p.numel() * p.itemsize for p in model.parameters()),
+        )
+
+    def remedies(self) -> list[str]:
+        """What would take less memory, as far as it is known.
+
+        >>> print(*Shortage(8, 1, True, "ddp", False, 4, 2 * 10**6).remedies(), sep=", ")
+        accumulate=2 (4 samples at a time instead of 8), zero3 (each worker keeps 1/4 of 2,000,000 bytes of parameters)
+        """
+        found = []
+        if self.micro_batch > 1:
+            half = -(-self.micro_batch // 2)
+            more = "microbatches" if self.pipeline else "accumulate"
+            found.append(
+                f"{more}={2 * self.accumulate} ({half} samples at a time instead of {self.micro_batch})"
+            )
+        if not self.recomputes:
+            found.append("recompute='blocks' (activations of one block at a time)")
+        if self.exchange in _WHOLE and self.replicas > 1:
+            found.append(
+                f"zero3 (each worker keeps 1/{self.replicas} of {self.parameter_bytes:,} bytes of parameters)"
+            )
+        return found
+
+
+def note_place(error: BaseException, rank: int, step: int, shortage: Shortage) -> None:
+    """Add to an error that is not ours on which rank and in which step it came; its kind and its traceback stay."""
+    if isinstance(error, ShoalError) or not isinstance(error, Exception) or is_lost_peer(error):
+        return
+    if not _is_memory(error):
+        error.add_note(f"shoal: this was in step {step}, on rank {rank}.")
+        return
+    asked = _ASKED.search(str(error))
+    wanted = f"; {asked[1]} were asked for" if asked else ""
+    free = f"{free_memory() / 1e9:.1f} GB are free on this host"
+    error.add_note(
+        f"shoal: memory ran out in step {step}, on rank {rank}{wanted}, and {free}. Less is taken by "
+        f"{', or by '.join([*shortage.remedies(), 'a smaller model'])}."
+    )
+
+
+def _is_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

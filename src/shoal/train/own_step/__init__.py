@@ -1,0 +1,1 @@
+"""A step of the user's own: several models, losses and optimizers, on the same exchanges."""

@@ -1,0 +1,141 @@
+"""Forward and backward passes over a worker's samples of a step: through a pipeline, or one micro-batch at a time."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from shoal.call import call_model
+from shoal.data.batch import Batch, convert, length
+from shoal.data.feed import Portion
+from shoal.exchange.contract import Tally
+from shoal.pipeline.spine import undisturbed
+from shoal.train.model.gathered_penalty import add_gathered
+from shoal.train.step_context import StepContext
+from shoal.train.technique.loss import as_sum_and_count, check_gradient
+from shoal.train.technique.penalty import add_penalty
+from shoal.train.technique.split_check import FirstLoss, does_not_split
+
+
+def run_passes(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
+    """Forward and backward of a portion, each loss times `weight`; gradients are on their way when it returns."""
+    context.learning.begin()
+    looking = context.watch.new
+    if looking:
+        context.watch.before_first()
+    if context.buffers is not None:
+        context.buffers.open_step()
+    if context.pipeline is not None:
+        tally = context.pipeline.run(step, portion, weight)
+    else:
+        tally = _without_pipeline(context, step, portion, weight)
+    context.learning.computing = False
+    if context.buffers is not None:
+        context.buffers.close_step()
+    if looking:
+        context.watch.after_first()
+    return tally
+
+
+def _without_pipeline(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
+    with (context.split_loss or nullcontext)():
+        if not context.gather.meets(portion.samples):
+            tally = _accumulate(context, step, portion, weight)
+        else:
+            with context.gather.meeting(attends=not any(portion.counts)):
+                tally = _accumulate(context, step, portion, weight)
+        if isinstance(context.loss, FirstLoss):
+            look_at_loss(context)
+    return tally
+
+
+def look_at_loss(context: StepContext) -> None:
+    """In the first step, from what it has just computed: a loss that does not split is said, by rank 0.
+
+    A loss that gathers rows is meant to see other samples than its own. The model runs once more only if its outputs
+    cannot be cut, and only where it is whole on this worker.
+    """
+    assert isinstance(context.loss, FirstLoss)
+    loss, first = context.loss.given, context.loss.first
+    context.loss = loss
+    if first is None or context.gather.used:
+        return
+    exchange, model, whole = context.exchange, context.model, None
+    in_one_piece = context.mesh.model.size == 1 and not exchange.cuts_parameters and not exchange.tables
+    if in_one_piece and context.precision.compute is None:
+
+        def whole(batch: Batch) -> Any:
+            return model(context.inputs(batch))
+
+    try:  # a loss that is an object may count its calls: a copy of it does
+        loss = copy.deepcopy(loss, {id(p): p for p in model.parameters()})
+    except Exception:
+        return
+    with undisturbed(model):
+        model.eval()
+        context.finding = does_not_split(loss, first, whole)
+    if context.finding and context.world.rank == 0 and context.recorder is None:
+        print(
+            f"{context.finding} `shoal verify` compares the run with one process.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _accumulate(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
+    losses, count, streams = [], 0.0, context.streams
+    last = len(portion.batches) - 1
+    # A penalty on weights that are all here goes with the last samples that count.
+    adds = context.penalty is not None and context.outline is None
+    final = max((i for i, own in enumerate(portion.counts) if own), default=-1) if adds else -1
+    for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True)):
+        total = None
+        if batch is not None:
+            streams.begin(step, portion.first + i)
+            context.presence.see(counts)
+            if context.buffers is None:
+                total, n = forward(context, batch)
+            else:
+                with context.buffers.micro_batch(portion.first + i, length(batch) if counts else 0):
+                    total, n = forward(context, batch)
+            if streams.watching:
+                streams.settle()
+            check_gradient(total)
+            if counts:  # a filler has no samples of its own: it runs because others' collectives need it
+                count += n
+                if i == final and context.penalty is not None:
+                    total = add_penalty(context.penalty, context.model, total, count)
+                losses.append(total.detach())
+        context.exchange.backward(total, weight if counts else 0.0, last=i == last)
+        if not counts:
+            context.presence.see(True)
+    return Tally(sum([loss.item() for loss in losses]), count)
+
+
+def forward(context: StepContext, batch: Batch) -> tuple[torch.Tensor, float]:
+    """The loss of one micro-batch as a sum and its count."""
+    if context.converts:
+        batch = convert(batch, context.world.device, context.precision.model)
+    if context.precision.compute is None:  # a context that does nothing costs microseconds too
+        output = call_model(context.model, context.inputs(batch))
+        return as_sum_and_count(context.loss(output, batch), batch)
+    with context.precision.context(context.world.device):
+        output = call_model(context.model, context.inputs(batch))
+        return as_sum_and_count(context.loss(output, batch), batch)
+
+
+def over_stages(context: StepContext, tally: Tally, weight: float) -> Tally:
+    """Only the last stage of a pipeline sees the loss; here all stages learn of it, and of the penalty. Collective."""
+    if context.pipeline is not None:
+        total, count = context.mesh.stages.gather_numbers([tally.total, tally.count]).sum(0).tolist()
+        tally = Tally(total, count)
+    if context.penalty is not None and context.outline is not None and tally.count > 0:
+        value = add_gathered(
+            context.penalty, context.outline, context.whole, context.exchange, weight * tally.count
+        )
+        tally = Tally(tally.total + value * tally.count, tally.count)
+    return tally

@@ -1,0 +1,1 @@
+"""A run's state: how far it is, what a checkpoint saves of it, and when."""

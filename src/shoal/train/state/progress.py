@@ -1,0 +1,29 @@
+"""How far a run has come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.train.technique.early_stop import Best, EarlyStop
+from shoal.train.technique.schedule import Schedule
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds beside tensors, and only the loop changes."""
+
+    step: int = 0
+    schedule: Mapping[str, Any] | None = None
+    """Where the learning rate stood when the scheduler below took over."""
+    scheduler: Schedule | None = None
+    early_stop: EarlyStop | None = None
+    early_stop_was: Mapping[str, Any] | None = None
+    """Where early stopping stood in the checkpoint that the run goes on from."""
+    best: Best | None = None
+    """By which the checkpoint `best` was saved."""
+
+    def schedule_now(self) -> Mapping[str, Any] | None:
+        """Where the learning rate stands."""
+        return self.schedule if self.scheduler is None else self.scheduler.state()

@@ -1,0 +1,183 @@
+"""Does a loss split? Workers and micro-batches compute it over their own samples, so it must be a sum over samples.
+
+A run looks once, at the first micro-batch it computes: the loss of all its samples against those of its halves. A mean
+of all must be the mean of the two, a sum their sum. The output of the model is cut with the samples, so the model does
+not run again and what its layers draw or normalise plays no part. Where that cannot be done, nothing is claimed:
+`shoal verify` compares whole runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.data.batch import Batch, length
+from shoal.torch_private import tree_leaves, tree_map
+from shoal.train.technique.loss import Loss, as_sum_and_count
+
+_ROUNDING = 2e-4
+"""Relative. Losses that are cut are computed in float64, but a loss may go through float32."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+Sums = tuple[float, float]
+"""A loss as a sum and a count."""
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """What a loss was called with, and what it returned."""
+
+    output: Any
+    batch: Batch
+    scalar: bool
+
+
+class FirstLoss:
+    """The loss of a run until its first step is over: it remembers its first call in training.
+
+    >>> loss = FirstLoss(lambda output, batch: output.mean())
+    >>> _ = loss(torch.zeros(2, requires_grad=True), torch.zeros(2))
+    >>> loss.first.scalar
+    True
+    """
+
+    def __init__(self, given: Loss) -> None:
+        self.given = given
+        self.first: FirstCall | None = None
+
+    def __call__(self, output: Any, batch: Batch) -> Any:
+        returned = self.given(output, batch)
+        if self.first is None and torch.is_grad_enabled():
+            self.first = FirstCall(output, batch, isinstance(returned, torch.Tensor))
+        return returned
+
+
+class CannotSplit(Exception):
+    """Samples, or outputs, that cannot be cut in two."""
+
+
+def does_not_split(loss: Loss, call: FirstCall, model: Callable[[Batch], Any] | None) -> str:
+    """How a loss over all samples differs from that over their halves, in a sentence; empty where nothing is known.
+
+    `model`: batch -> output, for outputs that cannot be cut, such as a loss that the model computes itself. It and the
+    loss run without gradients; that they leave no trace is for the caller to see to.
+
+    >>> batch = torch.arange(4.0)
+    >>> call = FirstCall(batch, batch, scalar=True)
+    >>> does_not_split(lambda output, batch: output.mean(), call, None)
+    ''
+    >>> does_not_split(lambda output, batch: output.sum(), call, None)[:62]
+    'loss= returned a sum without its count: over 4 samples it is 6'
+    """
+    n = length(call.batch)
+    try:
+        part(call.output, n, 0, 1)
+        model = None
+    except CannotSplit:
+        if model is None:
+            return ""
+    for wide in (True, False) if model is None else (False,):
+        try:
+            return _compare(_evaluator(loss, call, model, wide), n, call.scalar)
+        except Exception:  # a loss that fails on half a batch, or in float64, has said nothing
+            continue
+    return ""
+
+
+def _evaluator(
+    loss: Loss, call: FirstCall, model: Callable[[Batch], Any] | None, wide: bool
+) -> Callable[[int, int], Sums]:
+    """The loss over the samples from one to another; `wide`: in float64."""
+    n = length(call.batch)
+    output, batch = (_widened(call.output), _widened(call.batch)) if wide else (call.output, call.batch)
+    if not wide and any(
+        isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF for leaf in tree_leaves(output)
+    ):
+        raise CannotSplit  # rounding would be all there is to see
+
+    def evaluate(start: int, stop: int) -> Sums:
+        mine = part(batch, n, start, stop)
+        state = torch.get_rng_state()
+        returned = loss(part(output, n, start, stop) if model is None else model(mine), mine)
+        if not torch.equal(state, torch.get_rng_state()):
+            raise CannotSplit  # what it draws is another thing each time
+        total, count = as_sum_and_count(returned, mine)
+        return float(total), count
+
+    return evaluate
+
+
+def part(tree: Any, n: int, start: int, stop: int) -> Any:
+    """The samples from one to another out of `n`, of everything that has one row for each.
+
+    >>> part({"x": torch.arange(4)}, 4, 1, 3)
+    {'x': tensor([1, 2])}
+    """
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != n):
+            raise CannotSplit
+        if not isinstance(leaf, torch.Tensor | int | float | None):
+            raise CannotSplit  # lists of words, graphs, objects of the user's own
+    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _widened(tree: Any) -> Any:
+    """In float64, so that rounding is not mistaken for a difference."""
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()
+
+    return tree_map(widen, tree)
+
+
+def _compare(evaluate: Callable[[int, int], Sums], n: int, scalar: bool) -> str:
+    if n < 2:
+        return ""
+    half = n // 2
+    whole, first, second = evaluate(0, n), evaluate(0, half), evaluate(half, n)
+    return _mean(n, whole, first, second) if scalar else _sum(n, whole, first, second, evaluate)
+
+
+def _mean(n: int, whole: Sums, first: Sums, second: Sums) -> str:
+    """Of a scalar, which has been multiplied by the samples."""
+    all_, a, b = (total / count for total, count in (whole, first, second))
+    both = (first[0] + second[0]) / whole[1]
+    size = max(abs(all_), abs(a), abs(b))
+    if not abs(all_ - both) > _ROUNDING * size:
+        return ""
+    said = f"over {n} samples it is {all_:.6g}, and {a:.6g} and {b:.6g} over their halves"
+    if abs(all_ - (a + b)) <= _ROUNDING * size:
+        return (
+            f"loss= returned a sum without its count: {said}. Each worker and micro-batch is taken as a mean, so the "
+            "gradient is divided by how many there are; return (sum, count)."
+        )
+    if min(a, b) <= all_ <= max(a, b):
+        why = "it is a mean over something else than samples, such as tokens that are not padding; return (sum, count)"
+    else:
+        why = "it compares samples with each other; let it see those of all workers with run.gather"
+    return f"loss= depends on how the batch is cut: {said}, whose mean is {both:.6g}. Most likely {why}."
+
+
+def _sum(n: int, whole: Sums, first: Sums, second: Sums, evaluate: Callable[[int, int], Sums]) -> str:
+    if abs(whole[1] - first[1] - second[1]) > _ROUNDING * whole[1]:
+        return (
+            f"loss= returned counts that do not add up: {whole[1]:g} over {n} samples, and {first[1]:g} and "
+            f"{second[1]:g} over their halves. Return as count what the sum is over."
+        )
+    more = first[0] + second[0] - whole[0]
+    size = max(abs(whole[0]), abs(first[0]), abs(second[0]))
+    if not abs(more) > _ROUNDING * size:
+        return ""
+    said = f"its sum over {n} samples is {whole[0]:.6g}, and {first[0]:.6g} and {second[0]:.6g} over their halves"
+    why = "it compares samples with each other; let it see those of all workers with run.gather"
+    if n > 2:
+        again = evaluate(0, 1)[0] + evaluate(1, n)[0] - whole[0]
+        if abs(again - more) <= _ROUNDING * size:  # as much, wherever it is cut
+            why = "a term in it does not depend on the samples, such as a penalty on the weights; give it as penalty="
+    return f"loss= depends on how the batch is cut: {said}. Most likely {why}."

@@ -1,0 +1,1 @@
+"""The c10d backend "shoal": collectives through memory that the workers of one host share."""
