@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells start what runs in the background that way, and so would every process of a test that is to be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "grid",

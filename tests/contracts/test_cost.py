@@ -132,6 +132,12 @@ def measure(world: World, strategy: str, changes: dict[str, Any], steps: int = S
         context.exchange.close()
 
 
+def leave_out_what_is_here() -> None:
+    """It belongs to no cell, and to look at it again in each would take most of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def tensors() -> list[torch.Tensor]:
     """All that are alive."""
     # isinstance would wake up what only pretends to be a tensor.
@@ -365,6 +371,7 @@ def refused(strategy: str, workers: int) -> bool:
 
 
 def measure_all(world: World, asked: list[Cell]) -> dict[Cell, Found]:
+    leave_out_what_is_here()
     return {cell: measure(world, cell[1], WAYS[cell[2]]) for cell in asked}
 
 
@@ -434,6 +441,7 @@ ACROSS = ("ddp", "shared", "zero1", "ddp + int8", "zero1 + sign", "ddp + powersg
 
 
 def measure_across(world: World) -> list[Found]:
+    leave_out_what_is_here()
     return [measure(world, strategy, {}) for strategy in ACROSS]
 
 

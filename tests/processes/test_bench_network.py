@@ -61,7 +61,7 @@ def test_the_contest(tmp_path: Path) -> None:
     assert "round 2 of 2: ddp" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.all_only)])
 def test_who_is_interrupted_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, *NETWORK, *ENDLESS)
     children = hosts_of(process)
