@@ -124,7 +124,7 @@ class Crew:
                 return
             self._wait(None if seconds is None else left)
         if self._failed:
-            self._wait_for_all(GATHER_SECONDS)
+            self._wait_for_all(GATHER_SECONDS, 0)
         if self._interrupts.received:
             number = self._interrupts.received[0]
             self.end(number)
@@ -135,10 +135,11 @@ class Crew:
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End whoever still runs: politely, then not. A second Ctrl-C cuts the politeness short."""
         self._ending = True
+        first = len(self._interrupts.received[:1])  # the one that ends them; both may have come by now
         self._send(number)
-        self._wait_for_all(GRACE_SECONDS)
+        self._wait_for_all(GRACE_SECONDS, first)
         if any(name.startswith(FINISHING) for name in os.listdir(self._folder)):
-            self._wait_for_all(FINISH_SECONDS)
+            self._wait_for_all(FINISH_SECONDS, first)
         self._send(signal.SIGKILL)
         while self._pids:
             self._wait(None)
@@ -158,10 +159,10 @@ class Crew:
         for key, _ in self._selector.select(seconds):
             key.data()
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float, signals: int) -> None:
+        """Until all have ended, or more than so many signals have come."""
         deadline = time.monotonic() + seconds
-        signals = len(self._interrupts.received)
-        while self._pids and len(self._interrupts.received) == signals:
+        while self._pids and len(self._interrupts.received) <= signals:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
