@@ -292,7 +292,8 @@ class Zero3(Exchange):
             part.parameter.grad = None
         if self._scatters is not None:
             self._scatters.sums.clear()
-        self._used, self._gradients = {}, {}
+        self._used = {}
+        self._gradients = {}
         self._added.clear()
 
     def abort(self) -> None:

@@ -234,7 +234,8 @@ class BucketedExchange(Exchange):
 
     def _see_order(self) -> None:
         if self._watch is not None:
-            seen, self._watch = self._watch.close(), None
+            seen = self._watch.close()
+            self._watch = None
             self.lay_out_again(self.agree(seen))
             self._gradient_buckets.open_step()
 

@@ -149,7 +149,8 @@ class GradientBuckets:
         return hook
 
     def _arrived_at(self, bucket: Bucket, slot: int, name: str, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = local_gradient(parameter), None
+        gradient = local_gradient(parameter)
+        parameter.grad = None
         if gradient is None:
             return
         # The sum is under way: whether it still sees what is added here would be a matter of timing.

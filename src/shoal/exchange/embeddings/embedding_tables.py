@@ -117,9 +117,11 @@ class Tables(RowTables):
 
     def connect(self, line: RowBackend, turn: StepClaim | None = None) -> None:
         """Bring rows to the modules from now on, by the clock of a worker's turn."""
-        self._line, self._turn = line, turn
+        self._line = line
+        self._turn = turn
         for name, table in self._tables.items():
-            table.module.source, table.module.name = self, name
+            table.module.source = self
+            table.module.name = name
 
     @property
     def line(self) -> RowBackend:
@@ -193,7 +195,8 @@ class Tables(RowTables):
 
     def leave(self) -> None:
         """The step is over."""
-        self.applied, self._known = None, {}
+        self.applied = None
+        self._known = {}
 
     def take(self, counts: bool) -> None:
         """A backward pass is over; one of a filler has nothing that counts."""
@@ -233,7 +236,8 @@ class Tables(RowTables):
 
     def settle(self) -> None:
         """Until what was sent is done."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         self._settle(pending)
 
     def facts(self) -> list[dict[str, object]]:

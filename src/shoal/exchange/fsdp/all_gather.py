@@ -115,7 +115,8 @@ class Gathers:
 
     def _begin(self, module: nn.Module, inputs: object) -> None:
         del module, inputs
-        self._next, self._pass = 0, _Pass()
+        self._next = 0
+        self._pass = _Pass()
         self._inside = True
         self._fetch(AHEAD)
 

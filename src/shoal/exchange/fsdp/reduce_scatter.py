@@ -111,7 +111,8 @@ class _Scatter:
     """What FSDP2 calls to reduce a unit."""
 
     def __init__(self, scatters: Scatters, name: str) -> None:
-        self._scatters, self._name = scatters, name
+        self._scatters = scatters
+        self._name = name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._scatters.make_room()

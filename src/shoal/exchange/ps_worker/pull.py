@@ -31,7 +31,9 @@ class Incoming:
     def __init__(
         self, model: nn.Module, trained: Mapping[str, nn.Parameter], shards: Sequence[Shard], receive: Receive
     ) -> None:
-        self._model, self._trained, self._receive = model, trained, receive
+        self._model = model
+        self._trained = trained
+        self._receive = receive
         self.order = list(reversed(shards))
         """As the forward pass needs them; at first a guess, for buckets begin with the last layer."""
         self._coming: dict[int, tuple[Shard, Request, Mapping[str, object]]] = {}
@@ -93,7 +95,8 @@ class Incoming:
 
     def _guard(self) -> None:
         """The pass is over: from now on, modules wait for what they need."""
-        watch, self._watch = self._watch, None
+        watch = self._watch
+        self._watch = None
         assert watch is not None
         watch.stop()
         for hook in self._hooks:

@@ -118,7 +118,8 @@ class Outgoing:
 
     def connect(self, link: Link, work: WorkerProtocol) -> None:
         """Send through these."""
-        self._link, self._work = link, work
+        self._link = link
+        self._work = work
 
     def fill(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """A bucket is full; its gradients are in `vector`."""
@@ -159,7 +160,8 @@ class Sent:
     """A bucket on its way."""
 
     def __init__(self, link: Link, requests: Sequence[Request]) -> None:
-        self._link, self._requests = link, requests
+        self._link = link
+        self._requests = requests
 
     def wait(self) -> None:
         """Until all servers hold it."""

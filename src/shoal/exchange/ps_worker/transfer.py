@@ -42,7 +42,9 @@ class Transfer:
         later: bool,
     ) -> None:
         """`later`: whether values may come while the model runs."""
-        self._link, self._shards, self._vectors = link, shards, vectors
+        self._link = link
+        self._shards = shards
+        self._vectors = vectors
         self.later = later
         self._opened = Opened()
         self.incoming = Incoming(model, trained, shards, self._receive)

@@ -18,7 +18,8 @@ class CommTask:
     """A task of the communication thread; `wait` returns when it is done, or raises what went wrong."""
 
     def __init__(self, action: Callable[[], None], device: torch.device) -> None:
-        self._action, self._device = action, device
+        self._action = action
+        self._device = device
         self._done = threading.Event()
         self._error: BaseException | None = None
         # On a card: this thread's stream starts where the caller's is now, and the caller's waits for its end.

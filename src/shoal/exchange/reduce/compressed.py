@@ -29,13 +29,16 @@ class Compressed(Reducer):
     """Sums of what a compressor leaves of each bucket; the communication thread makes them while backward goes on."""
 
     def __init__(self, world: World, compressor: Compressor) -> None:
-        self._whole, self._compressor = world, compressor
+        self._whole = world
+        self._compressor = compressor
         self._hosts = equal_hosts(world)
         columns = [list(ranks) for ranks in zip(*self._hosts, strict=True)]
         if len(columns) > 1 and len(self._hosts) > 1:
-            self._local, self._across = world.cut(self._hosts), world.cut(columns)
+            self._local = world.cut(self._hosts)
+            self._across = world.cut(columns)
         else:
-            self._local, self._across = World.alone(world.device), world.new_group()
+            self._local = World.alone(world.device)
+            self._across = world.new_group()
         self._traffic = Traffic()  # the communication thread counts for itself
         self._local.traffic = self._across.traffic = self._traffic
         self._comm_thread = CommThread(world.device)
@@ -233,7 +236,9 @@ class Sum:
     """A sum that the communication thread begins, and completes when the next has begun or somebody waits for it."""
 
     def __init__(self, comm_thread: CommThread, begin: Begin, counted: Traffic, into: Traffic) -> None:
-        self._comm_thread, self._counted, self._into = comm_thread, counted, into
+        self._comm_thread = comm_thread
+        self._counted = counted
+        self._into = into
         self._complete: Complete | None = None
         self._sent = Traffic()
         self._begun = comm_thread.send(lambda: self._begin(begin))
