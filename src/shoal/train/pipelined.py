@@ -89,7 +89,10 @@ class StageRunner(nn.Module):
         """`size`: samples in a full micro-batch."""
         super().__init__()
         self.stage = stage
-        self._job, self._first, self._last, self._size = job, first, last, size
+        self._job = job
+        self._first = first
+        self._last = last
+        self._size = size
 
     def forward(self, received: torch.Tensor, *, micro: int) -> Any:
         job = self._job
@@ -107,7 +110,8 @@ class StageRunner(nn.Module):
             total, count = as_sum_and_count(job.loss(output, load.batch), load.batch)
         check_gradient(total)
         if load.counts:
-            load.total, load.count = float(total.detach()), count
+            load.total = float(total.detach())
+            load.count = count
         return total
 
     def _keeping(self, load: Microbatch) -> AbstractContextManager[None]:
@@ -132,11 +136,16 @@ class Pipelined:
     ) -> None:
         """`size`: samples in a full micro-batch."""
         assert divided.split is not None
-        self._world, self._job, self._chunks = world, job, chunks
-        self._schedule, self._size, self._microbatches = schedule, size, microbatches
+        self._world = world
+        self._job = job
+        self._chunks = chunks
+        self._schedule = schedule
+        self._size = size
+        self._microbatches = microbatches
         self._passed = divided.split.activations
         """Shape and dtype of one sample of what goes from each stage to the next."""
-        self._ties, self._loss_dtype = divided.ties, divided.loss_dtype
+        self._ties = divided.ties
+        self._loss_dtype = divided.loss_dtype
         self._exchange: PipelineGrads | None = None
         self._trailing: list[torch.Size] | None = None
 
@@ -167,7 +176,8 @@ class Pipelined:
 
     def connect(self, exchange: PipelineGrads, split_loss: Callable[[], Any]) -> None:
         """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
-        self._exchange, self._split_loss = exchange, split_loss
+        self._exchange = exchange
+        self._split_loss = split_loss
         parameters = dict(exchange.module.named_parameters())
         mine = [[list(local(parameters[name]).shape) for name in tie.mine[:1]] for tie in self._ties]
         held = self._world.gather_values(mine)
@@ -245,7 +255,8 @@ class Pipelined:
     def measure(self, batch: Batch) -> tuple[Any, Batch] | None:
         """What the model returns for a batch, and the batch itself; None where this worker has not the last stage."""
         job, world = self._job, self._world
-        job.loads, job.measures = [job.load(batch, True, 0, 0)], True
+        job.loads = [job.load(batch, True, 0, 0)]
+        job.measures = True
         output, carried = None, torch.zeros(1)
         for number in range(self._schedule.stages_per_rank * world.size):
             owner = self._schedule.rank_of(number, world.size)
@@ -258,7 +269,9 @@ class Pipelined:
                 room = torch.empty(shape, dtype=self._passed[number][1], device=job.device)
                 carried = room if mine is None else mine
                 world.broadcast(carried, owner).wait()
-        loads, job.loads, job.measures = job.loads, [], False
+        loads = job.loads
+        job.loads = []
+        job.measures = False
         last = self._schedule.stages_per_rank * world.size - 1
         return (output, loads[0].batch) if last in self._chunks else None
 

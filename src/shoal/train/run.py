@@ -68,7 +68,9 @@ class Run(RunConfig):
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
         if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
-            self.checkpoint, self.checkpoint_every, self.copies = f"{launch.record}/checkpoint", None, ""
+            self.checkpoint = f"{launch.record}/checkpoint"
+            self.checkpoint_every = None
+            self.copies = ""
             self.__dict__ |= {"log": None, "progress": False}
         config = self.config = self._settings()
         early_stop = EarlyStop.of(self.early_stop)
