@@ -281,7 +281,8 @@ class Driver:
         asked = self._complete(work, patient)
         self._queue.popleft()
         if asked:
-            outer, self._in_callback = self._in_callback, threading.get_ident()
+            outer = self._in_callback
+            self._in_callback = threading.get_ident()
             try:
                 work.settle()
             finally:
