@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.balance import TABLE, make_balance
 from shoal.balance.base import Balance, Basis
 from shoal.balance.deal import deal, slowest
-from shoal.balance.remembered import ENTRIES, LARGEST, check_speeds, default_path, keep, key_of, recall
+from shoal.balance.remembered import ENTRIES, LARGEST, check_speeds, default_path, keep, key_of, stored_speeds
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
 from shoal.data.sharing import Sharing
@@ -209,16 +209,16 @@ def test_speeds_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = default_path()
     assert path == tmp_path / "shoal" / "speeds.json"
     key = key_of({"a": (2, 3)}, ["one", "two"])
-    assert recall(path, key, 2) == ()
+    assert stored_speeds(path, key, 2) == ()
     keep(path, key, [2.0, 1.0], now=5.0)
-    assert recall(path, key, 2) == (2.0, 1.0)
-    assert recall(path, key, 3) == ()
-    assert recall(path, key_of({"a": (2, 3)}, ["one", "three"]), 2) == ()
-    assert recall(path, key_of({"a": (3, 2)}, ["one", "two"]), 2) == ()
+    assert stored_speeds(path, key, 2) == (2.0, 1.0)
+    assert stored_speeds(path, key, 3) == ()
+    assert stored_speeds(path, key_of({"a": (2, 3)}, ["one", "three"]), 2) == ()
+    assert stored_speeds(path, key_of({"a": (3, 2)}, ["one", "two"]), 2) == ()
     for number in range(ENTRIES):
         keep(path, f"other{number}", [1.0], now=6.0 + number)
-    assert recall(path, key, 2) == (), "the oldest goes"
-    assert recall(path, "other0", 1) == (1.0,)
+    assert stored_speeds(path, key, 2) == (), "the oldest goes"
+    assert stored_speeds(path, "other0", 1) == (1.0,)
     assert [file.name for file in path.parent.iterdir()] == ["speeds.json"]
 
 
@@ -242,9 +242,9 @@ def test_speeds_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "speeds.json"
     path.write_bytes(text)
-    assert recall(path, "k", 2) == ()
+    assert stored_speeds(path, "k", 2) == ()
     keep(path, "k", [3.0, 1.0], now=1.0)
-    assert recall(path, "k", 2) == (3.0, 1.0)
+    assert stored_speeds(path, "k", 2) == (3.0, 1.0)
     assert json.loads(path.read_text())["format"] == 1
 
 

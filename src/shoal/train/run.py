@@ -75,9 +75,9 @@ class Run(RunConfig):
         config = self.config = self._settings()
         early_stop = EarlyStop.of(self.early_stop)
         kept = CheckpointConfig.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
-        if launch.question:
+        if launch.dry_run:
             device = choose_device(self.device, launch.local_rank)
-            print(answer(config, launch.question, launch.size, device), flush=True)
+            print(answer(config, launch.dry_run, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         self.world = _join(config, launch)
         atexit.register(self.world.close)

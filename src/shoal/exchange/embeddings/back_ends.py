@@ -81,7 +81,7 @@ class ToServers:
         return answer
 
 
-class Beside:
+class InProcess:
     """In this process: everything is done at once."""
 
     def __init__(self, shards: Iterable[int]) -> None:

@@ -196,8 +196,8 @@ class Transfer:
         optimizer.state.clear()
         keys = self._check([self._ask(shard, "keys") for shard in self._shards])
         for shard, known in zip(self._shards, keys, strict=True):
-            asked = [self._ask(shard, "state", {"key": key}, expects=shard.nbytes) for key in known.value]
-            for answer in self._check(asked):
+            requests = [self._ask(shard, "state", {"key": key}, expects=shard.nbytes) for key in known.value]
+            for answer in self._check(requests):
                 self._take_entry(shard, answer, optimizer, named)
 
     def _take_entry(

@@ -42,20 +42,20 @@ class Compressed(Reducer):
         self._traffic = Traffic()  # the communication thread counts for itself
         self._local.traffic = self._across.traffic = self._traffic
         self._comm_thread = CommThread(world.device)
-        self._lines: list[CompressedBucket] = []
+        self._buckets: list[CompressedBucket] = []
         self._last: Sum | None = None
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool) -> None:
-        self._lines = [self._make_line(bucket, shapes, scattered) for bucket in buckets]
-        for line in self._lines:
+        self._buckets = [self._make_bucket(bucket, shapes, scattered) for bucket in buckets]
+        for line in self._buckets:
             line.scattered = scattered
 
     def all_reduce(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
-        line = self._lines[bucket.index]
+        line = self._buckets[bucket.index]
         return self._send(lambda: self._sum_all(line, vector))
 
     def reduce_scatter(self, bucket: Bucket, out: torch.Tensor, vector: torch.Tensor) -> Handle:
-        line = self._lines[bucket.index]
+        line = self._buckets[bucket.index]
         return self._send(lambda: self._sum_slice(line, out, vector))
 
     def _send(self, begin: Begin) -> Handle:
@@ -75,7 +75,7 @@ class Compressed(Reducer):
             feedback.scale(by)
 
     def residuals(self) -> list[Residual]:
-        return [left for line in self._lines for left in self._residuals(line)]
+        return [left for line in self._buckets for left in self._residuals(line)]
 
     def _residuals(self, line: CompressedBucket) -> list[Residual]:
         kept = [part for feedback in line.feedbacks if feedback is not None for part in line.parts(feedback)]
@@ -86,7 +86,7 @@ class Compressed(Reducer):
         ]
 
     def give_back(self, bucket: Bucket, start: int, stop: int, result: torch.Tensor) -> None:
-        line = self._lines[bucket.index]
+        line = self._buckets[bucket.index]
         share = 1.0 if line.scattered else 1 / self._across.size  # a slice is one worker's alone
         for left in self._residuals(line):
             low, high = max(start, left.start), min(stop, left.start + left.tensor.numel())
@@ -97,17 +97,17 @@ class Compressed(Reducer):
     def warm(self) -> dict[str, torch.Tensor]:
         found = {
             f"{line.bucket.index}.{number}.{key}": value
-            for line in self._lines
+            for line in self._buckets
             for number, code in enumerate(line.codes)
             for key, value in code.state().items()
         }
-        return {"turns": torch.tensor([line.turn for line in self._lines]), **found}
+        return {"turns": torch.tensor([line.turn for line in self._buckets]), **found}
 
     def warm_start(self, found: Mapping[str, torch.Tensor]) -> None:
         now = self.warm()
         if now.keys() != found.keys() or any(now[key].shape != found[key].shape for key in now):
             return  # of other buckets, or another compressor
-        for line, turn in zip(self._lines, found["turns"].tolist(), strict=True):
+        for line, turn in zip(self._buckets, found["turns"].tolist(), strict=True):
             line.turn = turn
             for number, code in enumerate(line.codes):
                 path = f"{line.bucket.index}.{number}."
@@ -136,7 +136,7 @@ class Compressed(Reducer):
             columns = [slices[rank] for ranks in zip(*self._hosts, strict=True) for rank in ranks]
             part = torch.empty_like(vector[: vector.numel() // self._local.size])
             self._local.reduce_scatter(part, torch.cat(columns)).wait()
-        # A code of two rounds sums all slices as one vector (see `_make_line`): cut it afterwards.
+        # A code of two rounds sums all slices as one vector (see `_make_bucket`): cut it afterwards.
         if len(line.codes) < self._across.size:
             self._sum(line, part)()
             out.copy_(part.chunk(self._across.size)[self._across.rank])
@@ -191,7 +191,7 @@ class Compressed(Reducer):
 
     # What there is for a vector.
 
-    def _make_line(
+    def _make_bucket(
         self, bucket: Bucket, shapes: Mapping[str, torch.Size], scattered: bool
     ) -> CompressedBucket:
         local, within = self._local, self._local.size > 1
@@ -221,7 +221,7 @@ class Compressed(Reducer):
         return CompressedBucket(bucket, codes, feedbacks, starts, width)
 
     def _feedbacks(self) -> list[Feedback]:
-        return [feedback for line in self._lines for feedback in line.feedbacks if feedback is not None]
+        return [feedback for line in self._buckets for feedback in line.feedbacks if feedback is not None]
 
 
 Complete = Callable[[], None]

@@ -51,14 +51,14 @@ class Chain:
     """Up to here, everybody holds everything."""
     handover: Handover = field(default_factory=Handover)
     """What is on its way to the next server."""
-    room: float = 0.0
+    log_limit: float = 0.0
     """Bytes that the log may take."""
     sessions: dict[int, Session] = field(default_factory=dict)
     parked: dict[tuple[int, int], Message] = field(default_factory=dict)
     """Questions that cannot be answered yet, by client and number."""
     fed_since: int = 0
     """The epoch since which the server before this one has been the same."""
-    asked: float = 0.0
+    snapshot_requested: float = 0.0
     """When a snapshot was last asked for."""
     answered: int | None = None
     """Up to here others may have been answered before the next server counted, and it has not said that it has that."""
@@ -73,7 +73,7 @@ class Chain:
     @property
     def caught_up(self) -> bool:
         """Whether the newcomer after this tail has nearly all that is here."""
-        near = self.last - self.handover.confirmed <= _NEAR and self.handover.nbytes <= self.room
+        near = self.last - self.handover.confirmed <= _NEAR and self.handover.nbytes <= self.log_limit
         return self.has_newcomer and self.handover.open and near
 
     def change_view(self, view: View, now: float) -> None:
@@ -186,7 +186,11 @@ class Chain:
     def on_time(self, now: float) -> None:
         """Send again what is not confirmed."""
         if not self.whole and not self.filled:
-            if self.at.before is not None and self.at.is_member and now - self.asked >= RESEND_SNAPSHOT:
+            if (
+                self.at.before is not None
+                and self.at.is_member
+                and now - self.snapshot_requested >= RESEND_SNAPSHOT
+            ):
                 self._ask_for_snapshot(now)
         elif self.at.next is not None and now >= self.handover.due:
             self.send_again(now)
@@ -216,7 +220,7 @@ class Chain:
 
     def _commit(self, place: int) -> None:
         # Without a commit clients get no answer: they slow down to what the newcomer takes, and the log is bounded.
-        crowded = self.has_newcomer and self.handover.nbytes > self.room
+        crowded = self.has_newcomer and self.handover.nbytes > self.log_limit
         if place > self.committed and not crowded:
             newly = [
                 (client, session)
@@ -286,7 +290,7 @@ class Chain:
     def _ask_for_snapshot(self, now: float) -> None:
         assert self.at.before is not None
         self.send(self.at.before, self._message(MessageKind.SNAPSHOT))
-        self.asked = now
+        self.snapshot_requested = now
 
     def send_snapshot(self, now: float) -> None:
         """To the next server: all that is here."""
@@ -296,7 +300,7 @@ class Chain:
         sessions = [[c, s.seq, s.place, s.status, s.value] for c, s in self.sessions.items()]
         message = self._message(MessageKind.SNAPSHOT, place=self.last, meta=[value, sessions])
         self.send(self.at.next, replace(message, tensor=tensor))
-        self.room = tensor.nbytes / _ROOM
+        self.log_limit = tensor.nbytes / _ROOM
         self.handover.sent_snapshot(tensor.nbytes, now)
 
     def _message(

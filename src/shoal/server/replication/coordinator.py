@@ -77,7 +77,7 @@ class Coordinator:
         self._learning_until: float | None = None if generation == 1 else math.inf
         self._client = Client(COORDINATOR, send, first=self._base)
         self._dirty = False
-        self._told = -1e9
+        self._announced = -1e9
         self._balanced = self._grew = -1e9
         self._took_over = False
         self._doubt: float | None = None
@@ -142,8 +142,8 @@ class Coordinator:
         if now - self._balanced >= self._balance_every and self._learning_until is None:
             self._balanced = now
             self._balance(now)
-        if now - self._told >= 5 * BEAT:  # for those who have missed it
-            self._told = now
+        if now - self._announced >= 5 * BEAT:  # for those who have missed it
+            self._announced = now
             self._tell(everybody=False)
         self._client.on_time(now)
 
@@ -292,7 +292,7 @@ class Coordinator:
         epoch = max(self.view.epoch, self._base) + 1
         since = {server: view.since.get(server, epoch) for server in view.addresses}
         self.view = replace(view, epoch=epoch, born=view.born or epoch, since=since)
-        self._told = now
+        self._announced = now
         self._tell(everybody=True)
         self._client.change_view(self.view, now)
         if self._base >> GENERATION_BITS > 1 and not self._took_over:

@@ -112,7 +112,7 @@ class Bulk:
         self._dealers: dict[int, tuple[int, Socket]] = {}
         """Peer -> its bulk port, and the socket that is connected to it."""
         self._peers: dict[Socket, int] = {}
-        self._told: dict[int, deque[bytes]] = {}
+        self._unused_words: dict[int, deque[bytes]] = {}
         """Peer -> the words it was told and has not used. Only these peers may knock."""
         self._open: set[int] = set()
         """Peers whose connection has been confirmed by a knock: pieces of theirs are read."""
@@ -228,7 +228,7 @@ class Bulk:
             total += len(piece)
             if len(piece) and sender in self._open:
                 self._inbox.piece(sender, piece, time.monotonic())
-            elif not len(piece) and sender in self._told:
+            elif not len(piece) and sender in self._unused_words:
                 self._forget_words(sender)
                 self._open.add(sender)
                 self._say(sender, True)
@@ -247,7 +247,7 @@ class Bulk:
 
     def _tell(self, peer: int) -> None:
         word = secrets.token_hex(16)
-        words = self._told.setdefault(peer, deque())
+        words = self._unused_words.setdefault(peer, deque())
         words.append(word.encode())
         self._words.add(word.encode())
         # Each unused word would admit a connection for as long as this process lives.
@@ -256,7 +256,7 @@ class Bulk:
         self._say(peer, [self._port, word])
 
     def _forget_words(self, peer: int) -> None:
-        self._words.difference_update(self._told.pop(peer, ()))
+        self._words.difference_update(self._unused_words.pop(peer, ()))
 
     def _knock(self, peer: int, host: str, port: int, word: str) -> None:
         """Connect to the bulk socket of `peer` and knock. If the port is known, keep the connection and its queue."""

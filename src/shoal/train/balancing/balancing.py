@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal.balance.base import Balance, Basis, Sharer
 from shoal.balance.deal import slowest
-from shoal.balance.remembered import check_speeds, default_path, keep, key_of, recall
+from shoal.balance.remembered import check_speeds, default_path, keep, key_of, stored_speeds
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.exchange.contract import Exchange
@@ -198,7 +198,7 @@ class Balancing:
 
 def known_speeds(key: str, world: World) -> tuple[float, ...]:
     """What the first worker remembers of earlier runs, for all: one speed a worker, or nothing. Collective."""
-    found = recall(default_path(), key, world.size) if world.rank == 0 else ()
+    found = stored_speeds(default_path(), key, world.size) if world.rank == 0 else ()
     return tuple(world.gather_values(list(found))[0])
 
 

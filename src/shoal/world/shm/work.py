@@ -278,9 +278,9 @@ class Driver:
     def _drive_first(self, patient: bool, until: float = math.inf) -> None:
         work = self._queue[0]
         work.until = until
-        asked = self._complete(work, patient)
+        has_future = self._complete(work, patient)
         self._queue.popleft()
-        if asked:
+        if has_future:
             outer = self._in_callback
             self._in_callback = threading.get_ident()
             try:
