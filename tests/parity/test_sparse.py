@@ -283,8 +283,8 @@ def test_other_clocks_learn(clock: str) -> None:
     both = spawn(losses_of, 2, f"ps({clock})")
     losses = [loss for losses in both for loss in losses]
     assert len(losses) == 120
+    assert max(losses[0] for losses in both) > 0.9, "the other may begin after some updates of this one"
     for losses in both:
-        assert losses[0] > 0.9
         assert sum(losses[-4:]) / 4 < 0.3
 
 

@@ -22,7 +22,7 @@ from shoal.data.loader import Loader
 from shoal.data.sharing import Sharing
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
-from shoal.pipeline.choose import choose
+from shoal.pipeline.split import choose_cuts
 from shoal.world.free_memory import free_memory
 
 INF = math.inf
@@ -336,8 +336,8 @@ def test_stages_are_cut_by_speed(costs: list[float], speeds: list[float]) -> Non
         return max(sum(costs[a:b]) / v for a, b, v in zip(edges, edges[1:], speeds, strict=False))
 
     best = min(time_of((a, b)) for a in range(1, len(costs) - 1) for b in range(a + 1, len(costs)))
-    assert time_of(choose(costs, 3, speeds)) == pytest.approx(best)
-    assert choose(costs, 3) == choose(costs, 3, [1.0, 1.0, 1.0])
+    assert time_of(choose_cuts(costs, 3, speeds)) == pytest.approx(best)
+    assert choose_cuts(costs, 3) == choose_cuts(costs, 3, [1.0, 1.0, 1.0])
 
 
 def test_free_memory_minds_the_groups_around(tmp_path: Path) -> None:
