@@ -62,6 +62,7 @@ class Link:
         self._peers.change_view(View(1, ((COORDINATOR,),)), time.monotonic())
         self._lender = COORDINATOR
         self.lent = Lent(me)
+        # zmq sockets belong to one thread; other threads leave their wish here and wake it.
         self._errands: deque[Callable[[], None]] = deque()
         """For the thread that talks: it alone uses the wire."""
         # Where servers are on other hosts, workers may be too, and come here for first values.
@@ -215,6 +216,8 @@ class Link:
                 raise ServersLost(
                     f"no servers after {START_SECONDS:.0f} s: {self._terms[2]} are wanted; start more, or use fewer."
                 )
+            # While a copy is being repaired a head may rightly answer nobody; the clock counts against it only when all
+            # are whole.
             if now - began > UNANSWERED_SECONDS and self.news.get("whole"):
                 self._check_answers(requests, now - began)
             if self.client.view.chains and now - self._heard > STALL_SECONDS:
@@ -263,6 +266,7 @@ class Link:
             self._out.append((COORDINATOR, Message(MessageKind.BYE, client=self.me)))
             self._send_all()
             self._transport.close(linger=1.0)
+        # This thread is the only one that receives: if it ended in silence, every conversation would wait for ever.
         except BaseException as error:
             with self.lock:
                 self._problem = f"the connection to the servers broke: {error!r}"
@@ -270,6 +274,7 @@ class Link:
             raise
 
     def _take(self, source: int, message: Message, now: float) -> None:
+        # Two clients share one wire, and number their calls alike: the sender tells whose answer it is.
         of_peer = source in (COORDINATOR, self._lender)
         if message.kind == MessageKind.ASK:
             with suppress(*MALFORMED):  # of a question that nobody should ask, nothing is believed

@@ -124,6 +124,8 @@ class Bulk:
     def listen(self, host: str) -> None:
         """Listen at a free port of `host`, which is written as in an address."""
         router = self._socket(zmq.ROUTER, host)
+        # MANDATORY: sending to a peer whose connection ended fails (EHOSTUNREACH) and is not dropped silently.
+        # HANDOVER: a peer that connects again under its id replaces its old connection.
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.PLAIN_SERVER, 1)
@@ -143,6 +145,7 @@ class Bulk:
     def ask(self, peer: int, connects: bool, now: float) -> None:
         """Start the negotiation with `peer`; `connects`: this process is the connector."""
         if now >= self._next.get(peer, 0.0) and (connects or self._port):
+            # Set before the answer: messages to this peer go on over CURVE meanwhile, and each of them would ask again.
             self._next[peer] = now + _AGAIN
             if connects:
                 self._say(peer, None)
@@ -155,6 +158,7 @@ class Bulk:
             self._tell(peer)
         elif isinstance(said, list):
             match said:
+                # `type(port) is int`: a bool is an int for `case int()`, and the other side is not trusted.
                 case [int(port), str(word)] if host and type(port) is int and 0 < port < 1 << 16:
                     if word.isascii() and 0 < len(word) < 100:
                         self._knock(peer, host, port, word)
@@ -168,6 +172,7 @@ class Bulk:
             self._give_up(peer)
         elif said == "ping":
             self._say(peer, "pong")
+        # The peer has read all that CURVE carried before: from now on a ticket comes no later than its pieces.
         elif said == "pong" and peer in self._open:
             self._reached.add(peer)
         elif said == "cut":
@@ -196,6 +201,7 @@ class Bulk:
         try:
             for piece in seal(payload, ticket):
                 target.send_multipart([*name, piece], zmq.NOBLOCK, copy=False)
+                # CURVE refused the ticket, so nobody waits for this piece; the receiver drops it after a while.
                 if not total and not announce():
                     return 0
                 total += len(piece)
@@ -228,6 +234,8 @@ class Bulk:
             total += len(piece)
             if len(piece) and sender in self._open:
                 self._inbox.piece(sender, piece, time.monotonic())
+            # An empty frame is the knock. It counts only from a peer that was given a word: the routing id is whatever
+            # the sender claims, the word was checked when it connected.
             elif not len(piece) and sender in self._unused_words:
                 self._forget_words(sender)
                 self._open.add(sender)

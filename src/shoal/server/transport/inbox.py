@@ -67,6 +67,7 @@ class Inbox:
         queue = self._queues.setdefault(sender, _Queue(moved=now))
         queue.letters.append(letter)
         if isinstance(letter, _Sealed):
+            # Two sockets, two TCP streams: pieces may overtake the ticket that says whose they are.
             for piece in self._early.pop(sender, _Early()).pieces:
                 self.piece(sender, piece, now)
         self._advance(sender)
@@ -75,6 +76,7 @@ class Inbox:
         """A piece of a tensor has come; or something that says so."""
         if not self._fit(sender, piece, now) and len(piece) <= 2 * PIECE:
             early = self._early.setdefault(sender, _Early())
+            # A copy: the frame it lies in belongs to zmq and goes back to it.
             early.pieces.append(bytes(piece))
             early.moved = now
         self._advance(sender)
@@ -115,6 +117,8 @@ class Inbox:
         for place, letter in enumerate(queue.letters):
             if isinstance(letter, _Sealed) and letter.coming.take(piece):
                 queue.moved = now
+                # Pieces come in the order of their tickets, so tensors announced before this one will not come any
+                # more.
                 kept = [before for before in list(queue.letters)[:place] if _is_whole(before)]
                 queue.letters = deque([*kept, *list(queue.letters)[place:]])
                 return True
@@ -124,6 +128,7 @@ class Inbox:
         queue = self._queues.get(sender)
         if queue is None:
             return
+        # Head of line only: the state machines rely on messages of one sender staying in order.
         while queue.letters and _is_whole(queue.letters[0]):
             letter = queue.letters.popleft()
             try:
