@@ -57,6 +57,7 @@ class HierarchicalCollectives:
         self.seating = Seating.of(hosts, rank)
         self._store = store
         self._label = label
+        # Four stages, four threads: a chunk can be in each of them at once, so shared memory and network work together.
         self._stages = Stages(4, f"shoal-levels-{rank}")
         self._lock = threading.Lock()
         self._groups: HierarchicalGroups | None = None
@@ -66,10 +67,12 @@ class HierarchicalCollectives:
         """Sum over all ranks, in place."""
         flat, last = numbers_and_back(tensor)
         size = self.seating.size
+        # A multiple of the number of ranks: every rank sums an equal part of each chunk.
         step = max(CHUNK // flat.itemsize // size, 1) * size
         steps: list[list[Step]] = []
         for chunk in pieces(flat, step):
             spare = -chunk.numel() % size
+            # Only the last chunk can be short. Zeros change no sum and are not copied back.
             padded = torch.cat([chunk, chunk.new_zeros(spare)]) if spare else chunk
             parts = padded.chunk(size)
             one = [*self._sum(parts, parts[self.seating.rank]), *self._gather(parts)]
@@ -82,6 +85,7 @@ class HierarchicalCollectives:
         whole = numbers(tensor)
         steps: list[list[Step]] = []
         for target, parts in self._pieces(flat, whole):
+            # Four steps even where two do nothing: the stages keep collectives in the order they were issued.
             steps.append([*self._sum(parts, target), _nothing, _nothing])
         return self._hand_in(steps, last)
 
@@ -110,6 +114,7 @@ class HierarchicalCollectives:
         with self._lock:
             if not self._met:
                 self._met = True
+                # Groups are made by the first task and on its thread, since making them waits for all other ranks.
                 self._stages.hand_in([self._meet, _nothing, _nothing, _nothing])
             for steps in all_steps[:-1]:
                 self._stages.hand_in(steps)
@@ -131,6 +136,7 @@ class HierarchicalCollectives:
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> list[Step]:
         """The first two stages: `out` becomes the sum of everybody's part for this rank."""
+        # Hands the result of the first stage to the second; filled when that runs.
         rows: list[Tensor] = []
         return [
             lambda: rows.append(self._there().sum_here(parts)),
