@@ -101,11 +101,14 @@ class StageRunner(nn.Module):
             job.streams.begin(load.step, load.number)
             job.presence.see(load.counts)
         with self._keeping(load), job.precision.context(job.device):
+            # Messages have one size, that of a full micro-batch (torch allocates them once); rows beyond this one's are
+            # padding.
             output = self.stage(None if self._first else received[: load.rows], load.inputs)
             if job.measures:
                 return output
             job.streams.settle()
             if not self._last:
+                # Padded again for the way: see `received[: load.rows]` above.
                 return lengthen(output, self._size)
             total, count = as_sum_and_count(job.loss(output, load.batch), load.batch)
         check_gradient(total)
@@ -199,7 +202,10 @@ class Pipelined:
         self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,
             self._microbatches,
+            # The last stage returns the loss itself; its weight in the step, or 0 for a filler, takes the place of the
+            # target.
             loss_fn=lambda total, weight: total * weight,
+            # torch would divide by the number of micro-batches; here weights carry the true global count.
             scale_grads=False,
         )
         self._runtime.register_custom_function(ComputationType.REDUCE_GRAD, self._reduce)
@@ -213,6 +219,7 @@ class Pipelined:
         assert self._exchange is not None
         self._exchange.before_reduce()
         stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+        # 1: nothing is divided, see `scale_grads`.
         stage.perform_reduce_grad(1)
 
     def run(self, number: int, portion: Portion, weight: float) -> Tally:
@@ -246,6 +253,7 @@ class Pipelined:
                 ) from None
             raise cause from None
         job.presence.see(True)
+        # Before `collect`: what goes into buckets is the sum over the stages that share a weight.
         self._sum_ties()
         self._exchange.collect()
         tally = Tally(sum(load.total for load in job.loads), sum(load.count for load in job.loads))
@@ -266,6 +274,8 @@ class Pipelined:
                 mine = output.contiguous() if output is not None and owner == world.rank else None
                 # Sequences of another length than in training will do here.
                 shape = world.gather_values([] if mine is None else list(mine.shape))[owner]
+                # Everybody takes part in the broadcast, which is a collective of the whole pipeline; only the next
+                # stage uses it.
                 room = torch.empty(shape, dtype=self._passed[number][1], device=job.device)
                 carried = room if mine is None else mine
                 world.broadcast(carried, owner).wait()
@@ -301,6 +311,8 @@ class Pipelined:
         exchange = self._exchange
         assert exchange is not None
         for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
+            # One element more says whether any stage had a gradient at all; without one the optimizer leaves the weight
+            # alone.
             total = torch.zeros(math.prod(shape) + 1, dtype=tie.dtype, device=self._job.device)
             for name in tie.mine:
                 gradient = exchange.get_grad(name)
