@@ -42,11 +42,11 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("scripts/bench", description=__doc__, formatter_class=FORMATTER)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
     _add_common(parser)
-    asked = parser.parse_args([*names, *rest])
-    if unknown := [word for word in asked.names if word not in BENCHMARKS]:
+    options = parser.parse_args([*names, *rest])
+    if unknown := [word for word in options.names if word not in BENCHMARKS]:
         parser.error(f"there is no benchmark '{unknown[0]}'; there are {', '.join(BENCHMARKS)}")
     if not names:
-        if not asked.write:
+        if not options.write:
             parser.error(f"say which: {', '.join(BENCHMARKS)}")
         print(f"wrote {write_page()}")
         return 0
@@ -81,40 +81,40 @@ def _run(name: str, words: Sequence[str]) -> int:
     from benchmarks.report import picture  # torch comes with it
 
     parser = parser_of(name)
-    asked = parser.parse_args(words)
-    if asked.write and getattr(asked, "quick", False):
+    options = parser.parse_args(words)
+    if options.write and getattr(options, "quick", False):
         parser.error(
             "--quick shows whether it works; its numbers are not for publishing, so leave --write out"
         )
-    result, whole = _measure(name, asked), not getattr(asked, "parts", None)
-    files = [asked.out / f"{name}.json"]
+    result, whole = _measure(name, options), not getattr(options, "parts", None)
+    files = [options.out / f"{name}.json"]
     result.write(files[0])
     if picture.draws(result):
-        drawn = asked.out / f"{name}.png"
+        drawn = options.out / f"{name}.png"
         if picture.save(result, drawn):
             files.append(drawn)
         else:
             print(f"no {drawn.name}: it needs matplotlib; run `pip install shoal[plots]`.", file=sys.stderr)
-    if asked.write:
+    if options.write:
         files += [publish(result, whole), write_page()]
         if picture.draws(result) and picture.save(result, picture.PUBLISHED):
             files.append(picture.PUBLISHED)
     print("\nwrote " + ", ".join(_near(file) for file in files))
-    return int(any(section.missed for section in result.sections) and not getattr(asked, "quick", False))
+    return int(any(section.missed for section in result.sections) and not getattr(options, "quick", False))
 
 
 def _near(file: Path) -> str:
     return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 
 
-def _measure(name: str, asked: argparse.Namespace) -> Result:
+def _measure(name: str, options: argparse.Namespace) -> Result:
     """Each section is shown when it is there."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
     origin = find_origin()
     sections = []
-    for section in find(name).measure(asked):
+    for section in find(name).measure(options):
         sections.append(replace(section, origin=origin))
         show(sections[-1], console)
         sys.stdout.flush()

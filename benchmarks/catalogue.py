@@ -3,7 +3,7 @@
 Such a module has a docstring (what it measures, how to call it, its goals) and two functions:
 
     add_options(parser)       its own options
-    measure(asked)            yields sections (report/result.py), each when it is measured
+    measure(options)            yields sections (report/result.py), each when it is measured
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Benchmark(Protocol):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...
 
-    def measure(self, asked: argparse.Namespace) -> Iterator[Section]: ...
+    def measure(self, options: argparse.Namespace) -> Iterator[Section]: ...
 
 
 def find(name: str) -> Benchmark:

@@ -145,12 +145,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table for each number of workers; of its goals, only those that matter for training or are missed."""
     torch.set_num_threads(1)
     speed = memcpy_speed()
     note = f"one core copies {speed / 1e9:.1f} GB/s out of cache: 100 MB in {1e5 * MB / speed:.1f} ms"
-    for workers in asked.workers:
+    for workers in options.workers:
         found = run(workers)
         rows = [
             [

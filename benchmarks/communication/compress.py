@@ -105,10 +105,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=15)
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a compressor."""
     torch.set_num_threads(1)
-    copies, contestants = contest(asked.turns)
+    copies, contestants = contest(options.turns)
     rows: list[Row] = []
     goals = []
     for text, contestant in contestants.items():
@@ -120,7 +120,7 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
         if text in GOALS:
             goals.append(Goal(f"{text}: copies", ratio, GOALS[text]))
     note = f"a copy of as many bytes takes {statistics.median(copies) * 1e3:.1f} ms"
-    yield Section(f"100 MB of float32, one core, {asked.turns} turns", COLUMNS, rows, goals, [note])
+    yield Section(f"100 MB of float32, one core, {options.turns} turns", COLUMNS, rows, goals, [note])
 
 
 COLUMNS = (

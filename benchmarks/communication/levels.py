@@ -133,12 +133,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a collective and size."""
     found: list[Found] = []
     with make_hosts(2) as hosts:
-        hosts.limit(parse_rate(asked.rate))
-        processes = start(hosts, asked.workers, asked.sizes)
+        hosts.limit(parse_rate(options.rate))
+        processes = start(hosts, options.workers, options.sizes)
         try:
             assert processes[0].stdout is not None
             found += [json.loads(line) for line in processes[0].stdout]
@@ -156,7 +156,7 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
     ]
     goals = [goal for row in found for goal in goals_of(row)]
     note = "bytes: out of the first host, for each call"
-    yield Section(f"2 hosts of {asked.workers} workers, {asked.rate}", COLUMNS, rows, goals, [note])
+    yield Section(f"2 hosts of {options.workers} workers, {options.rate}", COLUMNS, rows, goals, [note])
 
 
 COLUMNS = (

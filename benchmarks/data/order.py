@@ -45,9 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     del parser
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a size."""
-    del asked
+    del options
     columns = [
         Column("samples", "{:,}"),
         Column("million ids/s", "{:.1f}"),

@@ -52,9 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     del parser
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a choice."""
-    del asked
+    del options
     lengths = make_lengths()
     title = (
         f"{SAMPLES:,} samples of {lengths.mean():.0f} tokens on average, {lengths.max()} at most; "

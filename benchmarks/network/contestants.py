@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shoal import compress, exchange
 from shoal.config import fill_options
 from shoal.errors import ConfigError
-from shoal.exchange.reduce import autotune as weighing
+from shoal.exchange.reduce import autotune
 from shoal.plan.check import check_text
 from shoal.table import Table
 from shoal.types import Plan
@@ -102,5 +102,5 @@ def period_of(plan: Plan) -> int:
 def _warmup(plan: Plan) -> int:
     """The first steps allocate and connect; a compressor that is tried out first takes as long as its trial."""
     if plan.compressor is not None and compress.TABLE.look_up(plan.compressor.name).tried:
-        return weighing.WARM_UP + 2 * weighing.STEPS * weighing.ROUNDS + 1
+        return autotune.WARM_UP + 2 * autotune.STEPS * autotune.ROUNDS + 1
     return 3

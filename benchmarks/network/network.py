@@ -56,15 +56,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-duel", action="store_true", help="do not let auto and ddp meet once more")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table of each rate, one of losses, and the goals."""
-    settings = settings_of(asked)
-    named = split_names(asked.strategies) if asked.strategies else [*PEERS, *STRATEGIES]
+    settings = settings_of(options)
+    named = split_names(options.strategies) if options.strategies else [*PEERS, *STRATEGIES]
     found = _compare(named, settings)
     yield from sections(found, found.to_json())
     faster = tuple(rate for rate in settings.rates if rate > RATE)
     duel = None
-    if faster and "ddp + auto" in found.names and not (asked.no_duel or asked.quick):
+    if faster and "ddp + auto" in found.names and not (options.no_duel or options.quick):
         again = Settings(faster, 0, settings.parameters, settings.small, ROUNDS, settings.batch)
         duel = _compare(["ddp", "ddp + auto"], again)
     goals = goals_of(found, duel)
@@ -72,19 +72,19 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
         yield Section("between two hosts", goals=goals)
 
 
-def settings_of(asked: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> Settings:
     """What was asked for; what was not, is as the size of the run has it."""
-    default: dict[str, Any] = _QUICK if asked.quick else _FULL
+    default: dict[str, Any] = _QUICK if options.quick else _FULL
 
     def chosen(name: str, least: float) -> float:
-        given = getattr(asked, name)
+        given = getattr(options, name)
         value = float(default[name] if given is None else given)
         if not least <= value < float("inf"):
             raise ConfigError(f"--{name} {value:g}: it must be at least {least:g}.")
         return value
 
     return Settings(
-        rates=tuple(parse_rate(rate) for rate in str(asked.rates or default["rates"]).split(",")),
+        rates=tuple(parse_rate(rate) for rate in str(options.rates or default["rates"]).split(",")),
         steps=int(chosen("steps", least=0)),
         parameters=chosen("parameters", least=3e4),
         small=chosen("small", least=3e4),

@@ -154,7 +154,7 @@ def _start(hosts: Hosts, number: int, log: IO[bytes]) -> subprocess.Popen[bytes]
         "SHOAL_HOST": hosts.names[number],
     }
     given = environment(mine)
-    for name in ("SHOAL_OVERRIDES", "SHOAL_RECORD", "SHOAL_QUESTION", "SHOAL_LAUNCHER", "GLOO_SOCKET_IFNAME"):
+    for name in ("SHOAL_OVERRIDES", "SHOAL_RECORD", "SHOAL_DRY_RUN", "SHOAL_LAUNCHER", "GLOO_SOCKET_IFNAME"):
         given.pop(name, None)
     # Ctrl-C is for the one who started them, who then ends them.
     return subprocess.Popen(

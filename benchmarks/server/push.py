@@ -85,7 +85,7 @@ class Pushed:
         me = new_id("apart" if apart else "")
         self.link = Link(me, address, keys, 0, (sizes, kinds, 2, replicas, 60.0))
         if not seals:
-            self.link._post.wire._bulk = None
+            self.link._transport.wire._bulk = None
         model = torch.nn.Module()
         model.register_parameter("w", torch.nn.Parameter(self.values[:SIZE]))
         named = dict(model.named_parameters())

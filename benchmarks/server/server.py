@@ -42,11 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=0, help="how often each contestant has its turn")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """All sections of the parts asked for."""
-    if unknown := set(asked.parts) - set(PARTS):
+    if unknown := set(options.parts) - set(PARTS):
         raise SystemExit(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    for name in asked.parts or PARTS:
+    for name in options.parts or PARTS:
         act, turns = PARTS[name]
-        for section in act(asked.turns or turns):
+        for section in act(options.turns or turns):
             yield replace(section, part=name)

@@ -50,9 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, default=0)
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """All seeds, on all cores."""
-    seeds, first = asked.seeds, asked.first
+    seeds, first = options.seeds, options.first
     began = time.perf_counter()
     with multiprocessing.get_context("forkserver").Pool(len(os.sched_getaffinity(0))) as pool:
         found = []

@@ -128,7 +128,7 @@ def train(rows: int, steps: int, full: bool) -> Found:
         context = build(config, World.alone(), record="")[1]
         exchange, made = context.exchange, Steps(context)
         assert isinstance(exchange, Ps)
-        wire, began = exchange.link._post.wire, time.perf_counter()
+        wire, began = exchange.link._transport.wire, time.perf_counter()
         if full:
             exchange.tables.load(0, all_rows(rows))
         loading = time.perf_counter() - began
@@ -137,14 +137,14 @@ def train(rows: int, steps: int, full: bool) -> Found:
         items = context.model.get_submodule("items")
         assert isinstance(items, shoal.SparseEmbedding)
         for number in range(steps + warm):
-            before = wire.sent_bytes + exchange.link._post.shared_bytes, wire.received_bytes
+            before = wire.sent_bytes + exchange.link._transport.shared_bytes, wire.received_bytes
             began, ahead = time.perf_counter(), number // TURN % 2
             items.ids = (lambda batch: batch[0]) if ahead else None
             made.next()
             if number >= warm:
                 if number % TURN:  # the first of its kind had no step before it to ask in
                     seconds[ahead].append(time.perf_counter() - began)
-                sent.append(wire.sent_bytes + exchange.link._post.shared_bytes - before[0])
+                sent.append(wire.sent_bytes + exchange.link._transport.shared_bytes - before[0])
                 received.append(wire.received_bytes - before[1])
                 mine = ids[number * (IDS // A_SAMPLE) : (number + 1) * (IDS // A_SAMPLE)]
                 unique.append(len(torch.unique(mine)))
@@ -197,8 +197,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100)
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """The table as it fills, and full."""
     torch.set_num_threads(1)
-    yield section_of("empty", asked.rows, train(asked.rows, asked.steps, full=False))
-    yield section_of("full", asked.rows, train(asked.rows, asked.steps, full=True))
+    yield section_of("empty", options.rows, train(options.rows, options.steps, full=False))
+    yield section_of("full", options.rows, train(options.rows, options.steps, full=True))

@@ -229,13 +229,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="where checkpoints go; a temporary folder if not given")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table for each size, and one of what else there is to know."""
-    with tempfile.TemporaryDirectory(dir=asked.folder) as root:
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
         for size in SIZES:
-            yield beside_dcp(asked, f"{root}/{size}", size)
+            yield beside_dcp(options, f"{root}/{size}", size)
         speed = verifying(Path(root) / SIZES[-1] / "ours")
-        times: Times = spawn(training, asked.workers, root, asked.rounds, timeout=1800)[0]
+        times: Times = spawn(training, options.workers, root, options.rounds, timeout=1800)[0]
         times |= spawn(from_memory, 2, root, 3, hosts=["left", "right"], timeout=300)[0]
     medians = {name: statistics.median(t) for name, t in times.items()}
     goals = [
@@ -249,14 +249,16 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
     yield replace(section, goals=goals)
 
 
-def beside_dcp(asked: argparse.Namespace, folder: str, size: str) -> Section:
+def beside_dcp(options: argparse.Namespace, folder: str, size: str) -> Section:
     """Saving and loading in turns."""
-    times: Times = spawn(saving, asked.workers, folder, size, asked.rounds, timeout=900, backend="gloo")[0]
+    times: Times = spawn(saving, options.workers, folder, size, options.rounds, timeout=900, backend="gloo")[
+        0
+    ]
     held = times.pop("bytes a worker")[0]
     medians = {name: statistics.median(t) for name, t in times.items()}
     goals = [
         Goal(f"{mine} / {theirs}", medians[mine] / medians[theirs], most) for mine, theirs, most in GOALS
     ]
-    title = f"{size} parameters, {asked.workers} workers, {held / 1e6:.0f} MB each"
+    title = f"{size} parameters, {options.workers} workers, {held / 1e6:.0f} MB each"
     note = f"copy / dcp, blocking = {medians['copy'] / medians['dcp, blocking']:.3f}"
     return replace(section_of_times(title, times, []), goals=goals, notes=[note])

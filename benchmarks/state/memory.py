@@ -51,9 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table for each size."""
-    sizes, counts = (["20M"], [2]) if asked.quick else (asked.sizes, asked.workers)
+    sizes, counts = (["20M"], [2]) if options.quick else (options.sizes, options.workers)
     columns = [
         Column("exchange"),
         Column("workers"),

@@ -101,9 +101,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4])
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table for each ratio."""
-    for ratio in asked.ratios:
+    for ratio in options.ratios:
         with tempfile.TemporaryDirectory() as cache:
             yield compare(ratio, cache)
 

@@ -107,14 +107,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", default=[], help="contestants")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """A table for each size and number of workers."""
-    sizes, counts = (["20M"], [2]) if asked.quick else (asked.sizes, asked.workers)
+    sizes, counts = (["20M"], [2]) if options.quick else (options.sizes, options.workers)
     for size in sizes:
         parameters = count_parameters(make_transformer(size))
         for workers in counts:
-            case = Case(size, asked.batch)
-            times = spawn(contest, workers, case, asked.only, asked.rounds, asked.steps, timeout=3600)[0]
+            case = Case(size, options.batch)
+            times = spawn(contest, workers, case, options.only, options.rounds, options.steps, timeout=3600)[
+                0
+            ]
             what = f"{size} ({parameters / 1e6:.1f} M parameters), {workers} workers"
             title = f"{what}, batch {case.batch}×{CONTEXT} a worker"
             section = section_of_times(title, times, ["compute", "torch ddp, gloo"])

@@ -124,9 +124,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=BLOCKS)
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One table."""
-    batch, times = contest(asked.blocks)
+    batch, times = contest(options.blocks)
     medians = {name: statistics.median(t) for name, t in times.items()}
     ratio = statistics.median(ours / bare for bare, ours in zip(*times.values(), strict=True))
     goals = [
@@ -135,4 +135,6 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
     ]
     columns = [Column("loop"), Column("step ms", "{:.3f}")]
     rows: list[Row] = [[name, median * 1e3] for name, median in medians.items()]
-    yield Section(f"one process, batch {batch}, {asked.blocks} blocks of {STEPS} steps", columns, rows, goals)
+    yield Section(
+        f"one process, batch {batch}, {options.blocks} blocks of {STEPS} steps", columns, rows, goals
+    )

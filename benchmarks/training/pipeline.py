@@ -87,19 +87,21 @@ def contest(world: World, strategy: str, size: str, batch: int, rounds: int) -> 
     return found
 
 
-def compare(name: str, asked: argparse.Namespace) -> list[float | str | None]:
+def compare(name: str, options: argparse.Namespace) -> list[float | str | None]:
     """One schedule: its row."""
-    strategy = f"ddp * pp{asked.stages}({name}, microbatches={asked.microbatches})"
-    answers = spawn(contest, asked.stages, strategy, asked.size, asked.batch, asked.rounds, timeout=1800)
+    strategy = f"ddp * pp{options.stages}({name}, microbatches={options.microbatches})"
+    answers = spawn(
+        contest, options.stages, strategy, options.size, options.batch, options.rounds, timeout=1800
+    )
     schedule = pipeline.TABLE.look_up(name)
     costs = []
-    for stage in range(asked.stages * schedule.stages_per_rank):
-        owner = answers[schedule.rank_of(stage, asked.stages)]
-        slot = stage // asked.stages
+    for stage in range(options.stages * schedule.stages_per_rank):
+        owner = answers[schedule.rank_of(stage, options.stages)]
+        slot = stage // options.stages
         forward = statistics.median(row[slot] for row in owner.forward)
         backward = statistics.median(row[slot] for row in owner.backward)
         costs.append(Costs(forward, backward / 2, backward / 2))
-    expected = simulate(schedule, asked.stages, asked.microbatches, costs)
+    expected = simulate(schedule, options.stages, options.microbatches, costs)
     taken = statistics.median(answers[0].steps)
     shown = "  ".join(f"{c.forward * 1e3:.0f}+{c.backward * 1e3:.0f}" for c in costs)
     return [name, shown, expected.makespan * 1e3, taken * 1e3, taken / expected.makespan, expected.idle]
@@ -115,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="20M", choices=list(SIZES))
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a schedule."""
     columns = [
         Column("schedule"),
@@ -125,10 +127,10 @@ def measure(asked: argparse.Namespace) -> Iterator[Section]:
         Column("step / formula", "{:.3f}"),
         Column("idle by formula", "{:.1%}"),
     ]
-    rows = [compare(name, asked) for name in asked.schedule]
+    rows = [compare(name, options) for name in options.schedule]
     goals = [
         Goal(f"{JUDGED}: step / formula", float(row[4] or 0.0), GOAL) for row in rows if row[0] == JUDGED
     ]
-    what = f"{asked.size} parameters, {asked.stages} workers"
-    title = f"{what}, {asked.batch} sequences in {asked.microbatches} micro-batches"
+    what = f"{options.size} parameters, {options.stages} workers"
+    title = f"{what}, {options.batch} sequences in {options.microbatches} micro-batches"
     yield Section(title, columns, rows, goals)

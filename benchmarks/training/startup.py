@@ -44,22 +44,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=4)
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One row a command."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
-        many = str(asked.workers)
+        many = str(options.workers)
         words = {
             "torchrun": ["torch.distributed.run", "--nproc-per-node", many],
             "shoal run": ["shoal", "run", "--workers", many],
         }
         times: dict[str, list[float]] = {name: [] for name in words}
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             for name, given in words.items():
                 times[name].append(first_step([sys.executable, "-m", *given, str(script)]))
     medians = {name: statistics.median(t) for name, t in times.items()}
     goal = Goal("seconds of shoal run - torchrun", medians["shoal run"] - medians["torchrun"], GOAL)
     columns = [Column("command"), Column("to the first step", "seconds")]
-    title = f"from the command to the first step of {asked.workers} workers"
+    title = f"from the command to the first step of {options.workers} workers"
     yield Section(title, columns, [[name, median] for name, median in medians.items()], [goal])

@@ -125,13 +125,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """One table."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "tensor trains a Llama of transformers, which is not installed; `pip install transformers`."
         )
-    times = spawn(contest, 2, asked.rounds, asked.steps, asked.batch, timeout=1800)[0]
+    times = spawn(contest, 2, options.rounds, options.steps, options.batch, timeout=1800)[0]
     title = f"Llama of {count_parameters(llama()) / 1e6:.1f} M parameters, 2 workers"
     section = section_of_times(title, times, [BY_HAND])
     yield replace(section, goals=goals_of_medians(times, [("ddp * tp2", BY_HAND, GOAL)]))

@@ -163,26 +163,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", choices=["times", "memory"])
 
 
-def measure(asked: argparse.Namespace) -> Iterator[Section]:
+def measure(options: argparse.Namespace) -> Iterator[Section]:
     """Step times for each size and number of workers, then memory."""
     # Large blocks go back to the system when they are freed, or the peak would be the allocator's and not ours.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    sizes, counts = (["20M"], [2]) if asked.quick else (asked.sizes, asked.workers)
+    sizes, counts = (["20M"], [2]) if options.quick else (options.sizes, options.workers)
     chosen = ["torch fsdp2", "torch fsdp2, kept", "zero3", "zero3(reshard=false)", "zero3, gloo"]
     notes = []
-    for name, module in PEERS.items() if asked.peers else ():
+    for name, module in PEERS.items() if options.peers else ():
         if importlib.util.find_spec(module) is None:
             notes.append(f"without {name}: the package {module} is not installed here")
         else:
             chosen.append(name)
-    for size in sizes if asked.skip != "times" else ():
+    for size in sizes if options.skip != "times" else ():
         for workers in counts:
-            case = Case(size, asked.batch)
-            given = (chosen, asked.rounds, asked.steps)
+            case = Case(size, options.batch)
+            given = (chosen, options.rounds, options.steps)
             times = spawn(contest, workers, case, *given, timeout=3600, backend="gloo")[0]
             title = f"{size}, {workers} workers, batch {case.batch} a worker"
             section = section_of_times(title, times, ["torch fsdp2", "torch fsdp2, kept"])
             yield replace(section, goals=goals_of_medians(times, GOALS), notes=notes)
-    if asked.skip != "memory":
+    if options.skip != "memory":
         yield memory(sizes, counts)

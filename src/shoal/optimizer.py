@@ -155,7 +155,7 @@ def move_optimizer(
 
 
 def _may_fuse(group: Mapping[str, object]) -> bool:
-    asked = (
+    forced = (
         group.get("fused") or group.get("foreach") or group.get("capturable") or group.get("differentiable")
     )
     tensors = group["params"]
@@ -163,7 +163,7 @@ def _may_fuse(group: Mapping[str, object]) -> bool:
     # The first momentum is not dampened; see prepare_momentum for what that would need here.
     dampened = group.get("momentum") and group.get("dampening")
     allowed = group.get("fused") is not False and all(t.is_floating_point() for t in tensors)
-    return bool(allowed and not asked and not dampened)
+    return bool(allowed and not forced and not dampened)
 
 
 def prepare_momentum(optimizer: optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ MeanLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 def plain_loop(config: RunConfig, mean_loss: MeanLoss, steps: int) -> ParityTrace:
     """Train in float64, as a tutorial of torch would have it."""
-    model, _ = make_model(config.model, config.seed, torch.float64, lazily=False)
+    model, _ = make_model(config.model, config.seed, torch.float64, deferred=False)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = config.optimizer(list(named.values()))
     loader = Loader(Feed(config.data, config.global_batch, rank=0, size=1, seed=config.seed))

@@ -17,7 +17,7 @@ from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
 from shoal.exchange.contract import Exchange
-from shoal.exchange.embeddings.back_ends import Beside
+from shoal.exchange.embeddings.back_ends import InProcess
 from shoal.exchange.embeddings.embedding_tables import Tables
 from shoal.testing.parity import ParityTrace, largest_difference, take_step
 from shoal.testing.spawn import spawn
@@ -241,7 +241,7 @@ class Alone:
 def test_a_worker_sees_its_own_updates_whatever_was_fetched_before() -> None:
     model = Words(ids=some_ids)
     tables = Tables(model, adagrad(list(model.parameters())), seed=0, shards=2, first=0)
-    tables.connect(Beside(tables.shards), Alone())  # type: ignore[arg-type]
+    tables.connect(InProcess(tables.shards), Alone())  # type: ignore[arg-type]
     tables.begin(0)
     now, coming = torch.tensor([[1, 2, 3, 3]]), torch.tensor([[2, 3, 4, 5]])
     tables.enter(0)
@@ -257,7 +257,7 @@ def test_a_worker_sees_its_own_updates_whatever_was_fetched_before() -> None:
     tables.leave()
     tables.enter(1)
     known, ids = tables._known["words"], torch.tensor([1, 2, 3, 4, 5])
-    assert known.asked.ids[known.fresh].tolist() == [5]
+    assert known.request.ids[known.fresh].tolist() == [5]
     rows = tables.fetch("words", ids)
     tables.leave()
     assert torch.equal(rows, tables.fetch("words", ids))
@@ -283,8 +283,8 @@ def test_other_clocks_learn(clock: str) -> None:
     both = spawn(losses_of, 2, f"ps({clock})")
     losses = [loss for losses in both for loss in losses]
     assert len(losses) == 120
+    assert max(losses[0] for losses in both) > 0.9, "the other may begin after some updates of this one"
     for losses in both:
-        assert losses[0] > 0.9
         assert sum(losses[-4:]) / 4 < 0.3
 
 

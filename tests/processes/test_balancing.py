@@ -15,7 +15,7 @@ from commands import shoal, write
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.balance.remembered import default_path, keep, recall
+from shoal.balance.remembered import default_path, keep, stored_speeds
 from shoal.errors import ConfigError
 from shoal.report.events import read_events
 from shoal.testing.parity import ParityTrace, largest_difference, take_step, toy_order, trace_run
@@ -127,7 +127,9 @@ def remember(world: World, cache: str, strategy: str) -> tuple[list[int], list[f
         sizes.append(parts.loader.handed)
     parts.balancing.close()
     world.barrier()
-    return sizes, list(recall(default_path(), key_for(ModelShape.of(TOYS["odd"].model()), world), world.size))
+    return sizes, list(
+        stored_speeds(default_path(), key_for(ModelShape.of(TOYS["odd"].model()), world), world.size)
+    )
 
 
 def test_history_begins_where_the_last_run_ended(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from shoal.balance import TABLE, make_balance
 from shoal.balance.base import Balance, Basis
 from shoal.balance.deal import deal, slowest
-from shoal.balance.remembered import ENTRIES, LARGEST, check_speeds, default_path, keep, key_of, recall
+from shoal.balance.remembered import ENTRIES, LARGEST, check_speeds, default_path, keep, key_of, stored_speeds
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
 from shoal.data.sharing import Sharing
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
-from shoal.pipeline.choose import choose
+from shoal.pipeline.split import choose_cuts
 from shoal.world.free_memory import free_memory
 
 INF = math.inf
@@ -209,16 +209,16 @@ def test_speeds_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = default_path()
     assert path == tmp_path / "shoal" / "speeds.json"
     key = key_of({"a": (2, 3)}, ["one", "two"])
-    assert recall(path, key, 2) == ()
+    assert stored_speeds(path, key, 2) == ()
     keep(path, key, [2.0, 1.0], now=5.0)
-    assert recall(path, key, 2) == (2.0, 1.0)
-    assert recall(path, key, 3) == ()
-    assert recall(path, key_of({"a": (2, 3)}, ["one", "three"]), 2) == ()
-    assert recall(path, key_of({"a": (3, 2)}, ["one", "two"]), 2) == ()
+    assert stored_speeds(path, key, 2) == (2.0, 1.0)
+    assert stored_speeds(path, key, 3) == ()
+    assert stored_speeds(path, key_of({"a": (2, 3)}, ["one", "three"]), 2) == ()
+    assert stored_speeds(path, key_of({"a": (3, 2)}, ["one", "two"]), 2) == ()
     for number in range(ENTRIES):
         keep(path, f"other{number}", [1.0], now=6.0 + number)
-    assert recall(path, key, 2) == (), "the oldest goes"
-    assert recall(path, "other0", 1) == (1.0,)
+    assert stored_speeds(path, key, 2) == (), "the oldest goes"
+    assert stored_speeds(path, "other0", 1) == (1.0,)
     assert [file.name for file in path.parent.iterdir()] == ["speeds.json"]
 
 
@@ -242,9 +242,9 @@ def test_speeds_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "speeds.json"
     path.write_bytes(text)
-    assert recall(path, "k", 2) == ()
+    assert stored_speeds(path, "k", 2) == ()
     keep(path, "k", [3.0, 1.0], now=1.0)
-    assert recall(path, "k", 2) == (3.0, 1.0)
+    assert stored_speeds(path, "k", 2) == (3.0, 1.0)
     assert json.loads(path.read_text())["format"] == 1
 
 
@@ -336,8 +336,8 @@ def test_stages_are_cut_by_speed(costs: list[float], speeds: list[float]) -> Non
         return max(sum(costs[a:b]) / v for a, b, v in zip(edges, edges[1:], speeds, strict=False))
 
     best = min(time_of((a, b)) for a in range(1, len(costs) - 1) for b in range(a + 1, len(costs)))
-    assert time_of(choose(costs, 3, speeds)) == pytest.approx(best)
-    assert choose(costs, 3) == choose(costs, 3, [1.0, 1.0, 1.0])
+    assert time_of(choose_cuts(costs, 3, speeds)) == pytest.approx(best)
+    assert choose_cuts(costs, 3) == choose_cuts(costs, 3, [1.0, 1.0, 1.0])
 
 
 def test_free_memory_minds_the_groups_around(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_snapshot_of_an_earlier_view_counts_if_the_same_server_sent_it() -> No
 def test_a_newcomer_that_lags_behind_is_waited_for_before_memory_is_full() -> None:
     line = started()
     line.fill(A)
-    room = line.chains[A].room
+    room = line.chains[A].log_limit
     for number in range(2, 6):
         line.call(number, torch.zeros(int(room / 2), dtype=torch.uint8))
     line.deliver(lost=lambda _, target, __: target == B)

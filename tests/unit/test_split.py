@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import ConfigError
 from shoal.pipeline.proof import prove
 from shoal.pipeline.spine import observe
-from shoal.pipeline.split import Split, choose, describe_split, find_split, span_costs
+from shoal.pipeline.split import Split, choose_cuts, describe_split, find_split, span_costs
 from shoal.pipeline.stage import StageModule, plan_stages
 from shoal.pipeline.trim import trim
 from shoal.testing.toys import TABLE as TOYS
@@ -535,7 +535,7 @@ def test_the_largest_stage_is_as_small_as_can_be(costs: list[int], stages: int) 
     def largest(cuts: tuple[int, ...]) -> int:
         return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
 
-    found = choose(costs, stages)
+    found = choose_cuts(costs, stages)
     assert len(found) == stages - 1
     assert list(found) == sorted(set(found))
     assert all(0 < cut < len(costs) for cut in found)

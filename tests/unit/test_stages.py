@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.world.two_level.groups import Seating
-from shoal.world.two_level.hierarchical import as_levels
+from shoal.world.two_level.hierarchical import equal_hosts
 from shoal.world.two_level.stage_threads import Stages
 
 
@@ -66,7 +66,7 @@ def test_threads_end_with_their_line() -> None:
 def test_places_of_any_hosts(hosts: int, width: int, draw: object) -> None:
     names = [f"host{number % hosts}" for number in range(hosts * width)]
     draw.shuffle(names)  # type: ignore[attr-defined]
-    found = as_levels(names)
+    found = equal_hosts(names)
     assert found is not None
     seatings = [Seating.of(found, rank) for rank in range(len(names))]
     assert sorted((one.host, one.place) for one in seatings) == [
@@ -83,4 +83,4 @@ def test_places_of_any_hosts(hosts: int, width: int, draw: object) -> None:
 def test_levels_only_where_all_hosts_have_as_many_and_more_than_one(names: list[str]) -> None:
     counts = {names.count(name) for name in names}
     useful = len(set(names)) > 1 and len(counts) == 1 and counts != {1}
-    assert (as_levels(names) is not None) == useful
+    assert (equal_hosts(names) is not None) == useful

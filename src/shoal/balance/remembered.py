@@ -38,7 +38,7 @@ def key_of(shapes: Mapping[str, Sequence[int]], hosts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def recall(path: Path, key: str, workers: int) -> tuple[float, ...]:
+def stored_speeds(path: Path, key: str, workers: int) -> tuple[float, ...]:
     """The speeds of so many workers that are kept under a key; empty if there are none to be believed."""
     entry = _read(path).get(key)
     return check_speeds(entry.get("speeds") if isinstance(entry, dict) else None, workers)

@@ -59,7 +59,7 @@ def list_choices(
 def _ask(script: str, question: str) -> None:
     from shoal.cluster.local import Job, check, run_job
 
-    job = Job(script, output="first", environment={"SHOAL_QUESTION": question})
+    job = Job(script, output="first", environment={"SHOAL_DRY_RUN": question})
     check(job)
     run_job(job)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.cluster.dry_run import scout
+from shoal.cluster.dry_run import dry_run
 from shoal.cluster.local import Job, check, forkable_imports, run_job
 from shoal.config import parse_value
 from shoal.errors import ConfigError
@@ -38,8 +38,11 @@ def run(
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
     ahead: Annotated[
         bool,
-        typer.Option("--scout/--no-scout", help="Try a model that tpN or ppN divides in one process first."),
+        typer.Option(
+            "--dry-run/--no-dry-run", help="Try a model that tpN or ppN divides in one process first."
+        ),
     ] = True,
+    no_scout: Annotated[bool, typer.Option("--no-scout", hidden=True)] = False,
 ) -> None:
     """Run a script in several workers. No line of the script changes.
 
@@ -60,7 +63,9 @@ def run(
         host=host,
         at=at,
     )
-    refuse_early(job, ahead)
+    if no_scout:
+        typer.echo("shoal: --no-scout is now called --no-dry-run.", err=True)
+    refuse_early(job, ahead and not no_scout)
     run_job(job)
 
 
@@ -75,7 +80,7 @@ def refuse_early(job: Job, ahead: bool = True) -> None:
 
             check_text(str(chosen), job.size)
     if ahead:
-        scout(job)
+        dry_run(job)
 
 
 def default_workers() -> int:

@@ -19,16 +19,16 @@ from shoal.config import degree_of, parse_strategy
 from shoal.errors import WorkerFailed
 
 SECONDS = 60.0
-"""How long the scout may take: a script that waits for its peers before `Run` would wait for ever."""
+"""How long a dry run may take: a script that waits for its peers before `Run` would wait for ever."""
 
 _DEGREE = re.compile(r"(^|\*)\s*(tp|pp)(\d|$)")
 """A degree in a strategy, or the beginning of one that an f-string completes."""
 
 
-def scout(job: Job) -> None:
+def dry_run(job: Job) -> None:
     """Raise the refusal of a run whose strategy divides the model, before any worker starts.
 
-    Whatever else goes wrong in the scout is left to the workers, which show it as they always do.
+    Whatever else goes wrong in it is left to the workers, which show it as they always do.
     """
     if job.size == 1 or not (may_divide(job) or may_be_too_many(job)):
         return
@@ -36,7 +36,7 @@ def scout(job: Job) -> None:
     environment = {
         **worker_environment(job, 0, "", threads_of(job)),
         **dict.fromkeys(("SHOAL_RENDEZVOUS", "MASTER_ADDR", "MASTER_PORT"), ""),
-        "SHOAL_QUESTION": "check",
+        "SHOAL_DRY_RUN": "check",
     }
     try:
         run_job(Job(job.script, job.args, output="none", environment=environment, seconds=SECONDS))
@@ -48,7 +48,7 @@ def scout(job: Job) -> None:
 def may_divide(job: Job) -> bool:
     """Whether the strategy divides the model: by the job's own words, else by those in the script and its arguments.
 
-    A script that only mentions such a strategy costs the time of a scout; one that reads it from elsewhere is refused
+    A script that only mentions such a strategy costs the time of a dry run; one that reads it from elsewhere is refused
     by its workers, if it must be.
     """
     chosen = job.overrides.get("strategy")

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.cluster.server_supervisor import Attendants, Watch
+from shoal.cluster.server_supervisor import ServerSupervisor, Watch
 from shoal.server.transport.keys import JobKeys
 
 _SECOND = "one `shoal run` has servers for one Run with strategy ps; start the script again for another."
@@ -22,7 +22,7 @@ class ServerBroker:
     def __init__(self, folder: str, threads: str, watch: Watch, forget: Callable[[int], None]) -> None:
         self.path = str(Path(folder) / "launcher.sock")
         self._keys = JobKeys.make()
-        self._servers = Attendants(threads, self._keys, watch, forget)
+        self._servers = ServerSupervisor(threads, self._keys, watch, forget)
         self._workers: dict[int, int] = {}
         """Rank -> the number of its worker in the job."""
         self.replaces = False
@@ -54,14 +54,14 @@ class ServerBroker:
         with line:
             line.settimeout(5.0)
             try:
-                asked = json.loads(line.makefile("rb").readline(65536))
-                servers = int(asked["servers"])
-                rank = int(asked["rank"])
-                me = int(asked["id"])
+                request = json.loads(line.makefile("rb").readline(65536))
+                servers = int(request["servers"])
+                rank = int(request["rank"])
+                me = int(request["id"])
                 if rank in self._workers:
                     line.sendall(json.dumps({"refused": _SECOND}).encode() + b"\n")
                     return
-                self.replaces = self.replaces or bool(asked["replaceable"])
+                self.replaces = self.replaces or bool(request["replaceable"])
                 self._start(servers)
                 self._workers[rank] = me
                 answer = {"address": self._servers.address, "keys": self._keys.to_text()}

@@ -28,7 +28,7 @@ _GONE = 256
 Watch = Callable[[int, Callable[[], None]], None]
 
 
-class Attendants:
+class ServerSupervisor:
     """`watch(descriptor, action)` has the parent's selector call back; `forget` undoes it."""
 
     def __init__(

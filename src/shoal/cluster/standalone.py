@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.cluster.server_supervisor import Attendants
+from shoal.cluster.server_supervisor import ServerSupervisor
 from shoal.cluster.watch import Interrupts
 from shoal.errors import ConfigError
 from shoal.server.transport.keys import JobKeys
 
 
-def stand(listen: str, join: str, keys: Path, servers: int, threads: str) -> None:
+def run_servers(listen: str, join: str, keys: Path, servers: int, threads: str) -> None:
     """Run servers here until a signal ends them; without `join`, the coordinator too."""
     address, _, port = listen.rpartition(":")
     if not address or not port.isdigit():
@@ -34,7 +34,7 @@ def stand(listen: str, join: str, keys: Path, servers: int, threads: str) -> Non
     selector = selectors.EpollSelector()
     with Interrupts() as interrupts:
         selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
-        made = Attendants(
+        made = ServerSupervisor(
             threads,
             known,
             lambda descriptor, action: _register(selector, descriptor, action),

@@ -5,7 +5,7 @@ the part of that log that concerns it. Bit for bit what `shoal.seeds.build_by_na
 deferred initialisation of torchdistX.
 """
 
-from shoal.deferred_init.meta_model import Lazily, build_lazily
+from shoal.deferred_init.meta_model import DeferredModel, build_deferred
 from shoal.deferred_init.outline import CannotDefer
 
-__all__ = ["CannotDefer", "Lazily", "build_lazily"]
+__all__ = ["CannotDefer", "DeferredModel", "build_deferred"]

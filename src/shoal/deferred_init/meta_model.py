@@ -17,7 +17,7 @@ from shoal.torch_private import buffers_of, has_hooks, make_subclass, parameters
 
 
 @dataclass(frozen=True)
-class Lazily:
+class DeferredModel:
     """A model without memory, and the way to the value of each parameter and buffer."""
 
     model: nn.Module
@@ -39,17 +39,17 @@ class Lazily:
         return value if whole else value.clone()
 
 
-def build_lazily(make: Callable[[], nn.Module], seed: int) -> Lazily:
+def build_deferred(make: Callable[[], nn.Module], seed: int) -> DeferredModel:
     """The model of `build_by_name(make, seed)`, without its memory.
 
     Runs the factory as often as `build_by_name` does, but only notes what it would do to each tensor. Raises
     `CannotDefer` if the factory does something that cannot be noted; then build the whole model.
 
     >>> from shoal.seeds import build_by_name
-    >>> lazily = build_lazily(lambda: nn.Linear(1000, 1000), seed=0)
-    >>> lazily.model.weight.device.type
+    >>> deferred = build_deferred(lambda: nn.Linear(1000, 1000), seed=0)
+    >>> deferred.model.weight.device.type
     'meta'
-    >>> torch.equal(lazily.value("weight"), build_by_name(lambda: nn.Linear(1000, 1000), seed=0).weight)
+    >>> torch.equal(deferred.value("weight"), build_by_name(lambda: nn.Linear(1000, 1000), seed=0).weight)
     True
     """
     watches: list[Deferring] = []
@@ -71,7 +71,7 @@ def build_lazily(make: Callable[[], nn.Module], seed: int) -> Lazily:
         known = {name: deferring.view(t) or t.detach() for name, t in _tensors(model)}
         _to_meta(model)
         deferring.discard()
-    return Lazily(model, deferring.log, known)
+    return DeferredModel(model, deferring.log, known)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

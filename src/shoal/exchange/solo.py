@@ -27,7 +27,7 @@ from shoal.exchange.contract import (
     detached,
     trainable,
 )
-from shoal.exchange.embeddings.back_ends import Beside
+from shoal.exchange.embeddings.back_ends import InProcess
 from shoal.exchange.embeddings.embedding_tables import Tables
 from shoal.exchange.setup import NoOptions, Setup
 from shoal.optimizer import ELEMENTWISE, make_optimizer, move_optimizer, names_in_groups, step_scaled
@@ -58,7 +58,7 @@ class Solo(Exchange):
         self._densify = sparse and type(made) in ELEMENTWISE
         self.optimizer = move_optimizer(made, groups, {name: [p] for name, p in self._parameters.items()})
         self.tables: Tables = Tables(setup.model, made, setup.seed, shards=1, first=0)
-        self.tables.connect(Beside(self.tables.shards))
+        self.tables.connect(InProcess(self.tables.shards))
         self.tables.begin(0)
         self._step = 0
 

@@ -93,6 +93,7 @@ class Zero2(BucketedExchange):
         begun = perf_counter()
         handle.wait()
         self.waited += perf_counter() - begun
+        # `vector` may be the beginning of a longer one: give back all of it, or it would shrink each time.
         base = base_of(vector)
         self._free.append(base if base is not None else vector)
 

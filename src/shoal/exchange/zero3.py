@@ -130,6 +130,7 @@ class Zero3(Exchange):
         self._watching = False
         root = self._units[-1].module
         assert isinstance(root, nn.Module)
+        # FSDP2 makes the gathered parameters during the first forward pass; before that there is nothing to hook.
         root.register_forward_hook(self._watch_gathered)
         for name, part in self._rows.parts.items():
             if name in self._learning and not self._at_once:
@@ -154,6 +155,8 @@ class Zero3(Exchange):
         def hook(tensor: torch.Tensor) -> None:
             owner = watcher()
             if owner is not None and owner._counting:
+                # FSDP2 reduces zeros for a parameter without a gradient; only this hook tells "no gradient anywhere"
+                # (the optimizer leaves it alone) from "a gradient of zero" (momentum and weight decay go on).
                 owner._used[name] = True
             if tensor.grad is not None and tensor.grad.is_sparse:
                 tensor.grad = tensor.grad.to_dense()
@@ -182,6 +185,7 @@ class Zero3(Exchange):
     def begin(self, view: StepView) -> None:
         del view
         if self._gathers is not None and not self._agreed and self._watching:
+            # Collective, so at a step boundary, where all ranks come in the same order, and once.
             self._gathers.take_order(self.world.gather_values(self._gathers.seen))
             self._agreed = True
         for unit in self._units:
@@ -190,10 +194,13 @@ class Zero3(Exchange):
 
     def backward(self, loss: torch.Tensor | None, weight: float, last: bool) -> None:
         del last
+        # A filler (a worker without samples) takes part in all collectives, and nothing it touches counts as used.
         self._counting = weight != 0.0
         back_propagate(loss, weight)
         self._counting = True
         if self._gathers is not None and self._scatters is not None:
+            # Before `settle`: another worker may wait for a gather of ours before it can send the gradients we wait
+            # for.
             self._gathers.close_backward()
             self._scatters.settle()
 
@@ -226,6 +233,7 @@ class Zero3(Exchange):
     def _agree(self, tally: Tally) -> Tally:
         """On the loss, and on which parameters had a gradient anywhere."""
         used = [float(self._used.get(name, False)) for name in self._learning]
+        # One collective for the loss and for who had a gradient. In float64, where counts stay exact up to 2^53.
         numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
         self.world.all_reduce(numbers).wait()
         total, count, *users = numbers.tolist()
@@ -239,6 +247,8 @@ class Zero3(Exchange):
             if self._used.get(name):
                 gradient = local_gradient(p)
                 self._gradients[name] = torch.zeros_like(local(p)) if gradient is None else gradient
+                # What FSDP2 could not cut is replicated as under ddp. `_used` is agreed on by now, so all ranks start
+                # the same collectives.
                 handles.append(self.world.all_reduce(self._gradients[name]))
         if self._at_once:
             self._take_gradients()
@@ -292,7 +302,8 @@ class Zero3(Exchange):
             part.parameter.grad = None
         if self._scatters is not None:
             self._scatters.sums.clear()
-        self._used, self._gradients = {}, {}
+        self._used = {}
+        self._gradients = {}
         self._added.clear()
 
     def abort(self) -> None:

@@ -101,6 +101,7 @@ class Schedule(ABC):
     @classmethod
     def rank_of(cls, stage: int, ranks: int) -> int:
         """Which of the ranks runs a stage."""
+        # Megatron's placement: with several stages a rank, neighbours in the model are always on neighbouring ranks.
         return stage % ranks
 
     @classmethod
@@ -135,6 +136,8 @@ class Schedule(ABC):
         into = {stage: stages.passed[stage - 1] for stage in mine if stage > 0}
         messages = stages.microbatches * (sum(out.values()) + sum(into.values()))
         held = peak = kept = 0
+        # Outputs of a stage stay from its forward pass until its backward pass: torch needs them to send and to
+        # differentiate.
         for action in cls.order(rank, ranks, stages.microbatches):
             if action.kind is ActionKind.F:
                 held += out.get(action.stage, 0)
@@ -170,6 +173,7 @@ def one_forward_one_backward(
     >>> one_forward_one_backward(F, [[b] for b in B], ahead=1)
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     """
+    # Warm-up, steady state and cool-down of 1F1B in one loop: when forwards run out, slices of them are empty.
     order = forwards[:ahead]
     for number, backward in enumerate(backwards):
         order += forwards[ahead + number : ahead + number + 1]

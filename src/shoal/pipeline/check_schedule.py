@@ -160,6 +160,7 @@ def _neighbour_inputs(action: Action, stages: int) -> tuple[Action, ...]:
     if action.kind is ActionKind.F and action.stage > 0:
         return (Action(action.stage - 1, ActionKind.F, action.micro),)
     if action.kind in (ActionKind.B, ActionKind.I) and action.stage < stages - 1:
+        # The gradient of an output leaves the next stage with B, or with I where that is split: W only follows.
         return tuple(Action(action.stage + 1, kind, action.micro) for kind in (ActionKind.B, ActionKind.I))
     return ()
 
@@ -169,6 +170,7 @@ def _run(actions: Lists, stages: int, costs: Sequence[Costs]) -> tuple[tuple[Spa
     spans: list[list[Span]] = [[] for _ in actions]
     progress = True
     while progress:
+        # Each rank goes on until it must wait for another; when nobody can, either all is done or there is a deadlock.
         progress = False
         for order, mine in zip(actions, spans, strict=True):
             while len(mine) < len(order):
@@ -225,6 +227,7 @@ def _arrivals_and_uses(
     }
     for span in spans[rank]:
         for needed in _neighbour_inputs(span.action, stages):
+            # On the same rank nothing is sent; what arrives at the moment it is used takes no buffer.
             if needed in others and others[needed] < span.start:
                 yield others[needed], 1
                 yield span.start, -1

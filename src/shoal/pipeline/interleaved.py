@@ -36,6 +36,7 @@ class Interleaved(Schedule):
         # The last rank begins to go back when its second stage has its first micro-batch: after one round.
         # Each rank before it needs two more: a micro-batch's way there and its gradient's way back.
         order = one_forward_one_backward(forwards, backwards, ahead=ranks + 2 * (ranks - 1 - rank))
+        # Planned as a full round; leaving out a micro-batch everywhere leaves every dependency of the others as it was.
         return [action for action in order if action.micro < microbatches]
 
     @classmethod

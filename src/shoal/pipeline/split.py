@@ -14,7 +14,6 @@ from torch import nn
 
 from shoal.call import call_model
 from shoal.errors import ConfigError
-from shoal.pipeline.choose import choose
 from shoal.pipeline.proof import find_leak, record, refusal
 from shoal.pipeline.spine import Calls, Interception, Spine, call_of, observe, slots, undisturbed
 from shoal.pipeline.stage import Stage, plan_stages, stages_of_tensors
@@ -81,7 +80,7 @@ def find_split(
     truth = record(model, inputs, places)
     leak = None
     while len(places) >= stages - 1:
-        cuts = choose(spans, stages, speeds)
+        cuts = choose_cuts(spans, stages, speeds)
         planned = plan_stages(model, spine, [places[cut - 1] for cut in cuts])
         leak = find_leak(model, inputs, planned, truth)
         if leak is None:
@@ -101,6 +100,37 @@ def find_split(
         f"{stages} stages need {stages - 1} places to split the model at, and it has {len(places)} "
         f"({', '.join(places) or 'none'}); {remedy} modules that are called one after the other, with split=."
     )
+
+
+def choose_cuts(costs: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[int, ...]:
+    """Where to cut a row of costs into this many stages, none empty, so that the largest time is as small as can be.
+
+    A stage's time is the sum of its costs over its speed; without `speeds` all are alike. Gives the index of the first
+    cost of each stage but the first. There are at least as many costs as stages.
+
+    >>> choose_cuts([3, 1, 1, 1, 4, 2], 3), choose_cuts([1, 1, 1, 1, 1, 1], 2, speeds=[2, 1])
+    ((3, 5), (4,))
+    """
+    rates = speeds or [1.0] * stages
+    sums = [0.0, *itertools.accumulate(costs)]
+    # Dynamic programming: most[k][i] is the largest time if the first i costs make k + 1 stages, cut[k][i] where the
+    # last of these begins.
+    most = [[total / rates[0] for total in sums]]
+    cut: list[list[int]] = [[0] * len(sums)]
+    for k in range(1, stages):
+        row = [float("inf")] * len(sums)
+        at = [0] * len(sums)
+        for i in range(k + 1, len(sums)):
+            at[i] = min(range(k, i), key=lambda j: max(most[k - 1][j], (sums[i] - sums[j]) / rates[k]))
+            row[i] = max(most[k - 1][at[i]], (sums[i] - sums[at[i]]) / rates[k])
+        most.append(row)
+        cut.append(at)
+    cuts: list[int] = []
+    end = len(costs)
+    for k in range(stages - 1, 0, -1):
+        end = cut[k][end]
+        cuts.insert(0, end)
+    return tuple(cuts)
 
 
 def span_costs(

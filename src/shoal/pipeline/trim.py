@@ -38,6 +38,7 @@ def trim(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> No
             continue
         parameters_of(module).pop(key, None)
         buffers_of(module).pop(key, None)
+        # If code outside of its stage reads it all the same, the result is NaN: seen at once, never a wrong number.
         empty = math.nan if tensor.is_floating_point() else 0
         module.__dict__[key] = torch.full((), empty, dtype=tensor.dtype, device=tensor.device).expand(
             tensor.shape

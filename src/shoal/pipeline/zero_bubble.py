@@ -29,6 +29,7 @@ class ZeroBubble(Schedule):
     def order(cls, rank: int, ranks: int, microbatches: int) -> list[Action]:
         forwards = [Action(rank, ActionKind.F, micro) for micro in range(microbatches)]
         backwards = [cls._backward(rank, micro) for micro in range(microbatches)]
+        # The weight passes that were put off when there were no more micro-batches.
         late = range(max(0, microbatches - rank), microbatches)
         order = one_forward_one_backward(forwards, backwards, ahead=ranks - 1 - rank)
         return order + [Action(rank, ActionKind.W, micro) for micro in late]
@@ -37,6 +38,8 @@ class ZeroBubble(Schedule):
     def _backward(rank: int, micro: int) -> list[Action]:
         if rank == 0:
             return [Action(rank, ActionKind.B, micro)]
+        # ZB-H1 delays W by as many micro-batches as there are ranks before this one: it falls into time in which 1F1B
+        # waits, and no rank holds more activations than the first one of 1F1B.
         inputs = Action(rank, ActionKind.I, micro)
         return [inputs, Action(rank, ActionKind.W, micro - rank)] if micro >= rank else [inputs]
 

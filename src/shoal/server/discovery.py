@@ -36,26 +36,26 @@ def find_servers(
 
     `replaceable`: whether another worker may be started in the place of this one if it is killed.
     """
-    asked = {"servers": 0 if at else servers, "rank": world.rank, "id": me, "replaceable": int(replaceable)}
+    request = {"servers": 0 if at else servers, "rank": world.rank, "id": me, "replaceable": int(replaceable)}
     if at:
         if not keys:
             raise ConfigError(
                 f"ps(at={at}) needs the servers' keys: keys=FILE, the file that `shoal server` wrote."
             )
         if world.launcher:  # it starts no servers, but another worker in the place of one that is killed
-            ask_launcher(world.launcher, asked)
+            ask_launcher(world.launcher, request)
         return Endpoint(f"tcp://{at}", JobKeys.read(Path(keys).expanduser()))
     if world.launcher:
-        return ask_launcher(world.launcher, asked)
+        return ask_launcher(world.launcher, request)
     return _threads(world, servers, world.size if replaceable else 1)
 
 
-def ask_launcher(path: str, asked: dict[str, int]) -> Endpoint:
+def ask_launcher(path: str, request: dict[str, int]) -> Endpoint:
     """Have the launcher start servers, once for all workers."""
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(_SECONDS)
         line.connect(path)
-        line.sendall(json.dumps(asked).encode() + b"\n")
+        line.sendall(json.dumps(request).encode() + b"\n")
         answer = b""
         while not answer.endswith(b"\n"):
             more = line.recv(65536)

@@ -67,6 +67,7 @@ def apply_cuts(model: nn.Module, cuts: Cuts, mesh: DeviceMesh, options: TensorOp
         home = next((block for block in blocks if _below(members[0].module, block.module)), None)
         for module, style in _styles(members, ring, home, (cuts.head, mesh) if options.loss else None):
             parallelize_module(model.get_submodule(module), mesh, style)
+        # Such as num_heads: the module reshapes its data by it, and this rank has a part of the heads.
         for attribute in members[0].divide:
             owner = model.get_submodule(members[0].group)
             setattr(owner, attribute, getattr(owner, attribute) // ring.degree)
@@ -116,7 +117,10 @@ def _styles(
     go: Move = partial(leave, ring=ring)
     bias: Move = same
     if home is not None:
+        # Sequence parallelism: between blocks each rank holds a slice of the sequence, so all-gather and reduce-scatter
+        # take the place of identity and all-reduce: the same bytes.
         come, go = partial(spread, ring=ring, dim=home.dim), partial(settle, ring=ring, dim=home.dim)
+        # The bias is added to this rank's slice only: its gradient is a sum over ranks.
         bias = partial(enter, ring=ring)
     first = members[0]
     found: list[tuple[str, ParallelStyle]] = []
@@ -155,6 +159,7 @@ def _block_styles(
 ) -> list[tuple[str, ParallelStyle]]:
     found: list[tuple[str, ParallelStyle]] = [(norm, Norm(ring)) for norm in block.norms]
     found += [(drop, Drawing(Draws(ring, block.dim), always=True)) for drop in block.dropouts]
+    # The sequence is cut before the first block and put together after the last: nothing else has to know of it.
     if block is blocks[0]:
         found.append((block.module, Around(come=partial(part, ring=ring, dim=block.dim))))
     if block is blocks[-1]:

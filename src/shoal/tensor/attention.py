@@ -106,6 +106,8 @@ class LocalAttention:
         module = self.module
         packed = local_of(module.in_proj_weight)
         if packed is not None:
+            # The cut took the same heads of each third (TensorCut with three groups), so thirds of the part are q, k
+            # and v.
             weights = packed.chunk(3)
         else:
             parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -125,6 +127,7 @@ class LocalAttention:
             found = _additive(attn_mask, like)
             if found.dim() == 3:  # one mask per sample and head
                 start = self.ring.rank * self.heads
+                # torch lays such masks out as batch * heads.
                 found = found.reshape(-1, self.module.num_heads, *found.shape[1:])
                 found = found.narrow(1, start, self.heads)
         if padding is not None:
@@ -143,6 +146,7 @@ class LocalAttention:
         # As torch does: a position that sees nothing gives zero, or NaN if the weights are asked for.
         weights = scores.softmax(-1) if need_weights else safe_softmax(scores, -1)
         if drop > 0.0:
+            # All ranks draw the mask of all heads and use their own: the same numbers as one process.
             with Draws(self.ring, axis=1) as draws:
                 draws.inside = True
                 weights = F.dropout(weights, drop)

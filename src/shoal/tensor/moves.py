@@ -43,6 +43,7 @@ def total(x: Tensor, ring: Ring) -> Tensor:
 
 def gathered(x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
     """The parts of all ranks one after the other; rank i has `sizes[i]` along `dim`."""
+    # all_gather takes equal parts: ranks with fewer heads or words pad theirs, and the rest is cut off again below.
     padded = pad(x, dim, max(sizes))
     table = padded.new_empty((ring.degree, *padded.shape))
     flat = table.view(ring.degree * padded.shape[0], *padded.shape[1:])
@@ -55,6 +56,7 @@ def gathered(x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
 
 def reduced(x: Tensor, ring: Ring, dim: int) -> Tensor:
     """This rank's even part, along `dim`, of the sum over ranks."""
+    # reduce_scatter cuts the first dimension: bring the parts there.
     parts = torch.stack(x.chunk(ring.degree, dim)).contiguous()
     result = torch.empty_like(parts[0])
     flat = parts.view(ring.degree * parts.shape[1], *parts.shape[2:])
@@ -64,6 +66,7 @@ def reduced(x: Tensor, ring: Ring, dim: int) -> Tensor:
 
 def own(x: Tensor, ring: Ring, dim: int, sizes: list[int]) -> Tensor:
     """This rank's part of what is the same."""
+    # A copy: a view would keep the whole tensor in memory for the backward pass.
     return x.narrow(dim, sum(sizes[: ring.rank]), sizes[ring.rank]).clone()
 
 
@@ -78,10 +81,13 @@ class _Context(torch.autograd.function.FunctionCtx):
 # Each backward is another of these moves, so that a gradient can be differentiated once more.
 
 
+# Megatron-LM (Shoeybi et al., 2019) calls enter and leave f and g; spread and settle are g and its conjugate of
+# sequence parallelism (Korthikanti et al., 2022).
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, x: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
+        # A new tensor object, so that autograd gives it a node of its own.
         return x.view_as(x)
 
     @staticmethod

@@ -50,6 +50,8 @@ class Between:
         if self.draws is not None:
             self.draws.inside = True
         grad = torch.is_grad_enabled()
+        # Recomputation calls the columns with the same tensor but another grad mode: what was brought without a graph
+        # is of no use with one.
         if self.last is None or self.last[0] is not x or self.last[1] != grad:
             self.last = (x, grad, self.come(x))
         return self.last[2]
@@ -97,6 +99,7 @@ class Row(_Style):
 
         def forward(x: Tensor) -> Tensor:
             between.close()
+            # The bias after the sum: inside of it, it would be added once for each rank.
             result = between.go(project(module, x, _part(weight_of(module)), None))
             bias = bias_of(module)
             return result if bias is None else result + between.bias(bias)
@@ -143,12 +146,14 @@ class Words(_Style):
         rows = TensorCut(0, (module.num_embeddings,))
         start, length = rows.spans(self.ring.degree, self.ring.rank)[0]
         padding = None if module.padding_idx is None else module.padding_idx - start
+        # The padding word lies on another rank: F.embedding would take a negative index as counted from the end.
         if padding is not None and not 0 <= padding < length:
             padding = None
 
         def forward(words: Tensor) -> Tensor:
             row = words - start
             elsewhere = (row < 0) | (row >= length)
+            # Any row will do for words of other ranks; it is replaced by zero, and gets no gradient through that.
             found = F.embedding(row.masked_fill(elsewhere, 0), _part(module.weight), padding)
             return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.ring)
 
@@ -201,6 +206,7 @@ class Norm(_Style):
         before = module.forward
 
         def _forward(*args: object, **kwargs: object) -> object:
+            # Forward this changes nothing; backward it sums what the slices contribute.
             summed = {name: enter(p, self.ring) for name, p in module.named_parameters()}
             with reparametrize_module(module, summed):
                 return before(*args, **kwargs)

@@ -13,7 +13,7 @@ class Read:
     """The values of a shard as a worker saw them."""
 
     shard: int
-    asked: float
+    sent: float
     answered: float
     step: int
     """The step it was read for; -1: for none."""
@@ -25,7 +25,7 @@ class WriteEvent:
     """A part applied to a shard; never answered if its worker was lost first."""
 
     shard: int
-    asked: float
+    sent: float
     answered: float
     number: int
 
@@ -61,17 +61,17 @@ def check_linearised(history: JobHistory, shards: int, label: str) -> None:
         first: dict[int, float] = {}
         acked: dict[int, float] = {}
         for write in writes:
-            first[write.number] = min(first.get(write.number, float("inf")), write.asked)
+            first[write.number] = min(first.get(write.number, float("inf")), write.sent)
             acked[write.number] = min(acked.get(write.number, float("inf")), write.answered)
         reads = sorted((read for read in history.reads if read.shard == shard), key=lambda r: len(r.parts))
         for read in reads:
-            missing = {n for n, time in acked.items() if time < read.asked} - read.parts
+            missing = {n for n, time in acked.items() if time < read.sent} - read.parts
             assert not missing, f"{label}: a read of shard {shard} misses acknowledged parts {missing}"
             early = {n for n in read.parts if first.get(n, float("inf")) > read.answered}
             assert not early, f"{label}: a read of shard {shard} shows parts {early} before they were sent"
         for small, large in pairwise(reads):
             assert small.parts <= large.parts, f"{label}: two reads of shard {shard} contradict each other"
-            if large.answered < small.asked:
+            if large.answered < small.sent:
                 assert small.parts == large.parts, f"{label}: a later read of shard {shard} shows less"
 
 

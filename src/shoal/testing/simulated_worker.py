@@ -156,7 +156,7 @@ class SimulatedWorker:
 
     def _read(self, step: int, applied: int) -> Generator[Sequence[Request], None, None]:
         network = self.job.network
-        asked = network.now
+        sent = network.now
         requests = [self.client.ask(shard, "values", {"applied": applied}) for shard in self.work.shards]
         for request in requests:
             yield (request,)
@@ -165,7 +165,7 @@ class SimulatedWorker:
             values = request.answer.tensor
             parts = frozenset(torch.nonzero(values).view(-1).tolist())
             assert set(values.tolist()) <= {0.0, -1.0}, f"a part was applied twice: {values.tolist()}"
-            self.job.history.reads.append(Read(request.shard, asked, network.now, step, parts))
+            self.job.history.reads.append(Read(request.shard, sent, network.now, step, parts))
 
     def _compute(self) -> Generator[Sequence[Request], None, None]:
         """Takes some time, a slow worker's more."""

@@ -102,9 +102,9 @@ class ChainModel(nn.Module):
         self.layers[:2].requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        asked = bool((x[:, 0] > 0.8).any())
+        used = bool((x[:, 0] > 0.8).any())
         for i, layer in enumerate(self.layers):
-            if i != 3 or asked:
+            if i != 3 or used:
                 x = F.dropout(torch.tanh(layer(x - x.mean(0))), 0.1, self.training)
         out: torch.Tensor = self.head(x)
         return out

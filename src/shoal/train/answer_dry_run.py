@@ -79,7 +79,7 @@ def check_config(config: RunConfig, workers: int, device: torch.device) -> Plan:
     make_clip(config.clip)
     feed = make_feed(config, plan, mesh)
     make_loader(feed)
-    model, _ = make_model(config.model, config.seed, chosen.model, lazily=False)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=False)
     model.to(device)
     check_trainable(model)
     blocks = find_blocks(model)
@@ -97,6 +97,6 @@ def check_config(config: RunConfig, workers: int, device: torch.device) -> Plan:
 def _whole(config: RunConfig, device: torch.device) -> Trial:
     """The model undivided, with the micro-batch that one process would give it."""
     chosen = precision.TABLE.look_up(config.precision)
-    model, _ = make_model(config.model, config.seed, chosen.model, lazily=False)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=False)
     feed = make_feed(config, check_text("ddp", 1), Mesh.open(World.alone(device)))
     return make_trial(config, model.to(device), feed, device)

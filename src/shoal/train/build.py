@@ -204,9 +204,9 @@ def _make_model(
     config: RunConfig, plan: Plan, mesh: Mesh, record: str
 ) -> tuple[nn.Module, Values | None, Compiler | None]:
     """The model on its device, or on none where its parameters are made when they have been cut; how to compile it."""
-    lazily = cuts_parameters(plan) and mesh.model.size == 1 and not record
+    deferred = cuts_parameters(plan) and mesh.model.size == 1 and not record
     dtype = precision.TABLE.look_up(config.precision).model
-    made, values = make_model(config.model, config.seed, dtype, lazily)
+    made, values = make_model(config.model, config.seed, dtype, deferred)
     model, theirs = uncompiled(made)
     compiler = compiler_for(config.compile) or theirs
     if compiler is not None:

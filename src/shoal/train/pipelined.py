@@ -89,7 +89,10 @@ class StageRunner(nn.Module):
         """`size`: samples in a full micro-batch."""
         super().__init__()
         self.stage = stage
-        self._job, self._first, self._last, self._size = job, first, last, size
+        self._job = job
+        self._first = first
+        self._last = last
+        self._size = size
 
     def forward(self, received: torch.Tensor, *, micro: int) -> Any:
         job = self._job
@@ -98,16 +101,20 @@ class StageRunner(nn.Module):
             job.streams.begin(load.step, load.number)
             job.presence.see(load.counts)
         with self._keeping(load), job.precision.context(job.device):
+            # Messages have one size, that of a full micro-batch (torch allocates them once); rows beyond this one's are
+            # padding.
             output = self.stage(None if self._first else received[: load.rows], load.inputs)
             if job.measures:
                 return output
             job.streams.settle()
             if not self._last:
+                # Padded again for the way: see `received[: load.rows]` above.
                 return lengthen(output, self._size)
             total, count = as_sum_and_count(job.loss(output, load.batch), load.batch)
         check_gradient(total)
         if load.counts:
-            load.total, load.count = float(total.detach()), count
+            load.total = float(total.detach())
+            load.count = count
         return total
 
     def _keeping(self, load: Microbatch) -> AbstractContextManager[None]:
@@ -132,11 +139,16 @@ class Pipelined:
     ) -> None:
         """`size`: samples in a full micro-batch."""
         assert divided.split is not None
-        self._world, self._job, self._chunks = world, job, chunks
-        self._schedule, self._size, self._microbatches = schedule, size, microbatches
+        self._world = world
+        self._job = job
+        self._chunks = chunks
+        self._schedule = schedule
+        self._size = size
+        self._microbatches = microbatches
         self._passed = divided.split.activations
         """Shape and dtype of one sample of what goes from each stage to the next."""
-        self._ties, self._loss_dtype = divided.ties, divided.loss_dtype
+        self._ties = divided.ties
+        self._loss_dtype = divided.loss_dtype
         self._exchange: PipelineGrads | None = None
         self._trailing: list[torch.Size] | None = None
 
@@ -167,7 +179,8 @@ class Pipelined:
 
     def connect(self, exchange: PipelineGrads, split_loss: Callable[[], Any]) -> None:
         """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
-        self._exchange, self._split_loss = exchange, split_loss
+        self._exchange = exchange
+        self._split_loss = split_loss
         parameters = dict(exchange.module.named_parameters())
         mine = [[list(local(parameters[name]).shape) for name in tie.mine[:1]] for tie in self._ties]
         held = self._world.gather_values(mine)
@@ -189,7 +202,10 @@ class Pipelined:
         self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,
             self._microbatches,
+            # The last stage returns the loss itself; its weight in the step, or 0 for a filler, takes the place of the
+            # target.
             loss_fn=lambda total, weight: total * weight,
+            # torch would divide by the number of micro-batches; here weights carry the true global count.
             scale_grads=False,
         )
         self._runtime.register_custom_function(ComputationType.REDUCE_GRAD, self._reduce)
@@ -203,6 +219,7 @@ class Pipelined:
         assert self._exchange is not None
         self._exchange.before_reduce()
         stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+        # 1: nothing is divided, see `scale_grads`.
         stage.perform_reduce_grad(1)
 
     def run(self, number: int, portion: Portion, weight: float) -> Tally:
@@ -236,6 +253,7 @@ class Pipelined:
                 ) from None
             raise cause from None
         job.presence.see(True)
+        # Before `collect`: what goes into buckets is the sum over the stages that share a weight.
         self._sum_ties()
         self._exchange.collect()
         tally = Tally(sum(load.total for load in job.loads), sum(load.count for load in job.loads))
@@ -245,7 +263,8 @@ class Pipelined:
     def measure(self, batch: Batch) -> tuple[Any, Batch] | None:
         """What the model returns for a batch, and the batch itself; None where this worker has not the last stage."""
         job, world = self._job, self._world
-        job.loads, job.measures = [job.load(batch, True, 0, 0)], True
+        job.loads = [job.load(batch, True, 0, 0)]
+        job.measures = True
         output, carried = None, torch.zeros(1)
         for number in range(self._schedule.stages_per_rank * world.size):
             owner = self._schedule.rank_of(number, world.size)
@@ -255,10 +274,14 @@ class Pipelined:
                 mine = output.contiguous() if output is not None and owner == world.rank else None
                 # Sequences of another length than in training will do here.
                 shape = world.gather_values([] if mine is None else list(mine.shape))[owner]
+                # Everybody takes part in the broadcast, which is a collective of the whole pipeline; only the next
+                # stage uses it.
                 room = torch.empty(shape, dtype=self._passed[number][1], device=job.device)
                 carried = room if mine is None else mine
                 world.broadcast(carried, owner).wait()
-        loads, job.loads, job.measures = job.loads, [], False
+        loads = job.loads
+        job.loads = []
+        job.measures = False
         last = self._schedule.stages_per_rank * world.size - 1
         return (output, loads[0].batch) if last in self._chunks else None
 
@@ -288,6 +311,8 @@ class Pipelined:
         exchange = self._exchange
         assert exchange is not None
         for tie, shape in zip(self._ties, self._tie_shapes, strict=True):
+            # One element more says whether any stage had a gradient at all; without one the optimizer leaves the weight
+            # alone.
             total = torch.zeros(math.prod(shape) + 1, dtype=tie.dtype, device=self._job.device)
             for name in tie.mine:
                 gradient = exchange.get_grad(name)

@@ -38,7 +38,7 @@ def cost_of(config: RunConfig, workers: int, rank: int = 0, hosts: Sequence[str]
 def profile_run(config: RunConfig, plan: Plan, mesh: Mesh) -> ModelProfile:
     """What the worker at this place would hold, as `build` would lay it out."""
     chosen, device = precision.TABLE.look_up(config.precision), torch.device("cpu")
-    model, _ = make_model(config.model, config.seed, chosen.model, lazily=False)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=False)
     feed = make_feed(config, plan, mesh)
     trial = make_trial(config, model, feed, device)
     whole = replace(

@@ -68,14 +68,16 @@ class Run(RunConfig):
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
         if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
-            self.checkpoint, self.checkpoint_every, self.copies = f"{launch.record}/checkpoint", None, ""
+            self.checkpoint = f"{launch.record}/checkpoint"
+            self.checkpoint_every = None
+            self.copies = ""
             self.__dict__ |= {"log": None, "progress": False}
         config = self.config = self._settings()
         early_stop = EarlyStop.of(self.early_stop)
         kept = CheckpointConfig.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
-        if launch.question:
+        if launch.dry_run:
             device = choose_device(self.device, launch.local_rank)
-            print(answer(config, launch.question, launch.size, device), flush=True)
+            print(answer(config, launch.dry_run, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         self.world = _join(config, launch)
         atexit.register(self.world.close)

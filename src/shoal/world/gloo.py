@@ -98,6 +98,7 @@ class ScatteredSum:
             return  # done before
         for work in self._works:
             work.wait()
+        # ((r0 + r1) + r2) + …: the order that shared memory uses, so both ways give the same bits.
         torch.add(self._parts[0], self._parts[1], out=self._out)
         for part in self._parts[2:]:
             self._out.add_(part)
@@ -162,6 +163,7 @@ class Pairs:
     def _pair(self, peer: int) -> _Pair:
         with self._lock:
             if peer not in self._pairs:
+                # Both ends have to name the group alike, whoever sends first.
                 low, high = min(peer, self._rank), max(peer, self._rank)
                 store = PrefixStore(f"pair{low}-{high}", self._store)
                 self._pairs[peer] = _Pair(store, int(self._rank == high), self.timeout)
@@ -190,6 +192,7 @@ class _Pair:
     def issue(
         self, call: Callable[[_Messenger, int], Work], targets: Sequence[Tensor], flat: Sequence[Tensor]
     ) -> Work:
+        # The caller may send itself only if nothing that was issued before still waits on the thread.
         if self._group.done() and (self._last is None or self._last.done()):
             issued: Future[Work] = Future()
             issued.set_result(call(self._group.result(), self._other))

@@ -13,7 +13,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_STILL        1                                                    train the model in evaluation mode
     SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
     SHOAL_FINISHING    a path                                               what to create if a signal is obeyed later
-    SHOAL_QUESTION     tensor 2, pipeline 4, check                          what to find out instead of training
+    SHOAL_DRY_RUN      tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Launch:
     """The file to create on a signal, where this worker ends a little later by itself; empty: no launcher waits."""
     attempt: int = 0
     """How often torchrun has started the workers of this job anew."""
-    question: str = ""
+    dry_run: str = ""
     """What to find out about the model instead of training it; empty means: train."""
 
 
@@ -90,5 +90,5 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         launcher=env.get("SHOAL_LAUNCHER", ""),
         finishing=env.get("SHOAL_FINISHING", ""),
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-        question=env.get("SHOAL_QUESTION", ""),
+        dry_run=env.get("SHOAL_DRY_RUN", ""),
     )

@@ -66,8 +66,8 @@ class Mesh:
             world.meshes[shape] = mesh
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
-        def axis(*asked: str) -> World:
-            names = tuple(name for name in asked if sizes.get(name, 1) > 1)
+        def axis(*axes: str) -> World:
+            names = tuple(name for name in axes if sizes.get(name, 1) > 1)
             size = math.prod(sizes[name] for name in names)
             if size == 1:
                 return alone

@@ -26,7 +26,7 @@ from shoal.world.shm.backend import NAME, SharedMemoryGroup, register_backend
 from shoal.world.shm.memory import host_key
 from shoal.world.traffic import Traffic as Traffic
 from shoal.world.traffic import ring_bytes, share_of
-from shoal.world.two_level.hierarchical import BORDER, Levels, Routes
+from shoal.world.two_level.hierarchical import BORDER, HierarchicalCollectives, Routes
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -90,9 +90,9 @@ class World:
     @staticmethod
     def open(launch: Launch, backend: str = "auto", device: str = "auto") -> World:
         """Join the job that `launch` describes; a second call in one process finds the group of the first."""
-        if launch.question:  # the others are not there: to wait for them would be for ever
+        if launch.dry_run:  # the others are not there: to wait for them would be for ever
             raise RuntimeError(
-                f"this process was started to find out: {launch.question}. It cannot join a job."
+                f"this process was started to find out: {launch.dry_run}. It cannot join a job."
             )
         where = choose_device(device, launch.local_rank)
         if launch.size == 1:
@@ -192,8 +192,10 @@ class World:
         """Sum over all ranks, in place."""
         if self.group is None:
             return DONE
-        if (levels := self._way(tensor, ring_bytes(tensor.numel() * tensor.itemsize, self.size))) is not None:
-            return levels.all_reduce(tensor)
+        if (
+            hierarchical := self._way(tensor, ring_bytes(tensor.numel() * tensor.itemsize, self.size))
+        ) is not None:
+            return hierarchical.all_reduce(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
@@ -202,8 +204,8 @@ class World:
             if out.data_ptr() != tensor.data_ptr():
                 out.copy_(tensor)
             return DONE
-        if (levels := self._way(tensor, self.share_of(tensor))) is not None:
-            return levels.reduce_scatter(out, tensor)
+        if (hierarchical := self._way(tensor, self.share_of(tensor))) is not None:
+            return hierarchical.reduce_scatter(out, tensor)
         if self._on_gloo:
             return ScatteredSum(self._group, out, tensor, self.rank, self.size)
         return reduce_scatter(self._group, out, tensor)
@@ -214,8 +216,8 @@ class World:
             if out.data_ptr() != part.data_ptr():
                 out.copy_(part)
             return DONE
-        if (levels := self._way(out, self.share_of(out))) is not None:
-            return levels.all_gather(out, part)
+        if (hierarchical := self._way(out, self.share_of(out))) is not None:
+            return hierarchical.all_gather(out, part)
         if self._on_gloo:
             return GatheredParts(self._group, out.chunk(self.size), part, self.rank)
         return all_gather(self._group, out, part)
@@ -234,8 +236,8 @@ class World:
         """Everybody gets rank `source`'s tensor."""
         if self.group is None:
             return DONE
-        if (levels := self._way(tensor, tensor.nbytes if self.rank == source else 0)) is not None:
-            return levels.broadcast(tensor, source)
+        if (hierarchical := self._way(tensor, tensor.nbytes if self.rank == source else 0)) is not None:
+            return hierarchical.broadcast(tensor, source)
         return self._group.broadcast([tensor], from_rank(source))
 
     def send(self, tensor: torch.Tensor, to: int) -> Handle:
@@ -274,7 +276,7 @@ class World:
         return [json.loads(bytes(rows[r, : int(n)].tolist())) for r, n in enumerate(sizes)]
 
     @cached_property
-    def levels(self) -> Levels | None:
+    def hierarchical(self) -> HierarchicalCollectives | None:
         """These workers as hosts with as many workers each, if they are and the group is ours."""
         if self.group is None or self.store is None or self.device.type != "cpu":
             return None
@@ -287,11 +289,13 @@ class World:
         """The share of the other workers that are on other hosts."""
         return sum(host != self.hosts[self.rank] for host in self.hosts) / max(self.size - 1, 1)
 
-    def _way(self, tensor: torch.Tensor, nbytes: int) -> Levels | None:
+    def _way(self, tensor: torch.Tensor, nbytes: int) -> HierarchicalCollectives | None:
         """Two levels or one, for a tensor of that size; count what it sends: on two as much, and less of it leaves."""
-        levels = self.levels if tensor.nbytes >= BORDER else None
-        self.traffic.count(nbytes, self._elsewhere / (1 if levels is None else levels.seating.width))
-        return levels
+        hierarchical = self.hierarchical if tensor.nbytes >= BORDER else None
+        self.traffic.count(
+            nbytes, self._elsewhere / (1 if hierarchical is None else hierarchical.seating.width)
+        )
+        return hierarchical
 
     @property
     def _on_gloo(self) -> bool:

@@ -136,6 +136,7 @@ class BucketedExchange(Exchange):
         if order == self.order:
             return
         # By parameter, because slices are cut at other places afterwards.
+        # Collective where slices are cut: all ranks join their slices of the state, before anything moves.
         state, before = self.optimizer_state(), self.order
         self._gradient_buckets.close()
         self.order = order
@@ -197,6 +198,8 @@ class BucketedExchange(Exchange):
     def begin(self, view: StepView) -> None:
         del view
         if not self._order_is_seen and self._watch is None:
+            # Only in the first step: the order of the forward pass, turned round, is that in which gradients will come.
+            # DDP does the like after its first step.
             self._watch = ForwardOrder(self.module, self.trained)
         # A gradient left at a parameter would be added to by autograd, and count as one of this step.
         self._gradient_buckets.drop_strays()
@@ -234,12 +237,14 @@ class BucketedExchange(Exchange):
 
     def _see_order(self) -> None:
         if self._watch is not None:
-            seen, self._watch = self._watch.close(), None
+            seen = self._watch.close()
+            self._watch = None
             self.lay_out_again(self.agree(seen))
             self._gradient_buckets.open_step()
 
     def agree(self, seen: list[str]) -> list[str]:
         """One order for all who will sum their gradients. Collective."""
+        # Samples may take different ways through the model; rank 0's order does for all. Any one is right.
         found: list[str] = self.world.gather_values(seen)[0]
         return found
 
@@ -249,6 +254,7 @@ class BucketedExchange(Exchange):
             mark_frozen(used, self._gradient_buckets.names, self.trained, self.world.size)
         # float64: in float32 a count above 2^24 is not exact any more.
         numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
+        # `used` must be agreed on: an optimizer that skips a parameter on one rank only would let replicas drift apart.
         agreed = self.world.all_reduce(numbers)  # its latency hides behind the last buckets
         self._gradient_buckets.wait()
         agreed.wait()
@@ -283,6 +289,7 @@ class BucketedExchange(Exchange):
     def apply(self, factor: float, clamp: float | None) -> None:
         for (piece, target), gradient in zip(self.pieces, self._gradients_of_pieces, strict=True):
             if self._gradient_buckets.used_name(piece.name):  # others keep None, which optimizers pass over
+                # Views of the reduced vector, no copies: the optimizer reads where the collective wrote.
                 target.grad = gradient
         step_scaled(self.optimizer, lambda: self._results, factor, clamp)
         for _, target in self.pieces:
@@ -385,6 +392,7 @@ class BucketedExchange(Exchange):
         for bucket, vector in zip(self.buckets, self.vectors, strict=True):
             for place in bucket.places:
                 parameter = self.trained[place.name]
+                # Parameters become views of the bucket: an all-gather into it is the new model, without copying.
                 view = vector[place.start : place.start + place.numel].view(local(parameter).shape)
                 view.copy_(local(parameter).detach())
                 put(parameter, view)

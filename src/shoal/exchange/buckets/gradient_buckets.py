@@ -117,6 +117,8 @@ class GradientBuckets:
     def close_micro_batch(self) -> None:
         """Send what backward left incomplete: parameters without a gradient here count as zero."""
         self._open = False
+        # The rest in layout order too. A bucket for which this rank has nothing is sent as zeros: others wait for its
+        # part.
         while self._reduce and self._next < len(self._buckets):
             self._send(self._buckets[self._next])
 
@@ -149,7 +151,8 @@ class GradientBuckets:
         return hook
 
     def _arrived_at(self, bucket: Bucket, slot: int, name: str, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = local_gradient(parameter), None
+        gradient = local_gradient(parameter)
+        parameter.grad = None
         if gradient is None:
             return
         # The sum is under way: whether it still sees what is added here would be a matter of timing.
@@ -162,6 +165,7 @@ class GradientBuckets:
         view = self._slots(bucket)[slot]
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if self._filled[index]:
+            # Later micro-batches, and parameters used twice with retained graphs, add to what is there.
             view.add_(dense)
         else:
             view.copy_(dense)
@@ -169,6 +173,7 @@ class GradientBuckets:
         self.used[index] = self.used[index] or self._counts
         if not self._arrived[index]:
             self._arrived[index] = True
+            # Once for each parameter, however often it gets a gradient in this micro-batch.
             self._missing[bucket.index] -= 1
         # In the order of the layout, not of arrival: collectives of a group start in one order on all ranks.
         while self._reduce and self._next < len(self._buckets) and self._missing[self._next] == 0:

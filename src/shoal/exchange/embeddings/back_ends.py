@@ -46,7 +46,8 @@ class ToServers:
     """Through a worker's connection to its servers."""
 
     def __init__(self, link: Link, work: WorkerProtocol) -> None:
-        self._link, self._work = link, work
+        self._link = link
+        self._work = work
 
     def call(
         self, shard: int, name: str, args: object, clock: int, tensor: torch.Tensor | None = None
@@ -80,7 +81,7 @@ class ToServers:
         return answer
 
 
-class Beside:
+class InProcess:
     """In this process: everything is done at once."""
 
     def __init__(self, shards: Iterable[int]) -> None:

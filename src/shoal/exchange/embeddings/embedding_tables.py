@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.exchange.buckets.norms import sum_of_squares
 from shoal.exchange.contract import Exchange
 from shoal.exchange.embeddings.back_ends import Claim, Pending, RowBackend
-from shoal.exchange.embeddings.row_requests import Asked, Known
+from shoal.exchange.embeddings.row_requests import PrefetchedRows, RowRequest
 from shoal.exchange.embeddings.sharded_table import ShardedTable, check_layout, merge, terms_of
 from shoal.exchange.row_tables import RowPiece, RowTables
 from shoal.server.protocol.dense_messages import KnownNorm, NamedParts, UpdateArguments
@@ -72,9 +72,9 @@ class Tables(RowTables):
             first += shards
         self.applied: int | None = None
         """Rows are read with all steps below this one in them; None: as they are."""
-        self._coming: dict[int, dict[str, Known]] = {}
+        self._coming: dict[int, dict[str, PrefetchedRows]] = {}
         """By step: what has been asked for ahead."""
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, PrefetchedRows] = {}
         """Of this step."""
         self._own: dict[str, torch.Tensor] = {}
         """Ids that this worker has changed last."""
@@ -117,9 +117,11 @@ class Tables(RowTables):
 
     def connect(self, line: RowBackend, turn: StepClaim | None = None) -> None:
         """Bring rows to the modules from now on, by the clock of a worker's turn."""
-        self._line, self._turn = line, turn
+        self._line = line
+        self._turn = turn
         for name, table in self._tables.items():
-            table.module.source, table.module.name = self, name
+            table.module.source = self
+            table.module.name = name
 
     @property
     def line(self) -> RowBackend:
@@ -145,7 +147,7 @@ class Tables(RowTables):
             return self._ask(name, ids, self.applied).rows()
         return known.rows(ids, lambda some: self._ask(name, some, self.applied).rows())
 
-    def _ask(self, name: str, ids: torch.Tensor, applied: int | None) -> Asked:
+    def _ask(self, name: str, ids: torch.Tensor, applied: int | None) -> RowRequest:
         table, args = self._tables[name], None if applied is None else {"applied": applied}
         width = table.terms.dim * table.dtype.itemsize
         parts = [
@@ -158,7 +160,7 @@ class Tables(RowTables):
             for shard, mine in table.places(ids)
             if len(mine)
         ]
-        return Asked(ids, table.terms.dim, table.dtype, parts)
+        return RowRequest(ids, table.terms.dim, table.dtype, parts)
 
     def foresees(self, step: int) -> bool:
         said = any(table.module.ids is not None for table in self._tables.values())
@@ -177,7 +179,7 @@ class Tables(RowTables):
             mine = None if together else table.module.foreseen(now)
             if ids is not None:
                 ids = ids if mine is None else ids[~torch.isin(ids, mine)]
-                self._coming[step][name] = Known.of(self._ask(name, ids, step if together else None))
+                self._coming[step][name] = PrefetchedRows.of(self._ask(name, ids, step if together else None))
 
     @property
     def _together(self) -> bool:
@@ -193,7 +195,8 @@ class Tables(RowTables):
 
     def leave(self) -> None:
         """The step is over."""
-        self.applied, self._known = None, {}
+        self.applied = None
+        self._known = {}
 
     def take(self, counts: bool) -> None:
         """A backward pass is over; one of a filler has nothing that counts."""
@@ -221,8 +224,8 @@ class Tables(RowTables):
 
     def squares(self, step: int, parts: Sequence[Sequence[float]]) -> list[list[float] | KnownNorm]:
         """Σ g² of each shard as a list of one; or {"norm": ...} of the whole gradient, if the update is made."""
-        asked = [self.line.ask(shard, "squares", {"parts": parts}, step) for shard in self.shards]
-        return [answer().value for answer in asked]
+        answers = [self.line.ask(shard, "squares", {"parts": parts}, step) for shard in self.shards]
+        return [answer().value for answer in answers]
 
     def send(self, name: str, step: int, args: NamedParts | UpdateArguments) -> None:
         """Have an update made, or dropped, with what the dense shards get; `settle` waits for it."""
@@ -233,7 +236,8 @@ class Tables(RowTables):
 
     def settle(self) -> None:
         """Until what was sent is done."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         self._settle(pending)
 
     def facts(self) -> list[dict[str, object]]:

@@ -43,6 +43,7 @@ def merge_orders(guess: Sequence[str], seen: Sequence[Sequence[str]]) -> list[st
         free = [name for name in guess if name not in order and before[name] <= set(order)]
         if not free:
             return list(guess)
+        # A topological sort that takes the earliest of `guess` each time: every worker, given the same, gets the same.
         order.append(free[0])
     return order
 
@@ -79,6 +80,7 @@ class Gathers:
             unit.module.set_custom_all_gather(_Gather(world))  # type: ignore[arg-type]
         for unit in inner:
             module = _module(unit)
+            # Before FSDP2's own hook, which would start and wait for the gather by itself; after ours it finds it done.
             module.register_forward_pre_hook(self._before(unit), prepend=True)
             module.register_forward_hook(self._after(unit), prepend=True)
         _module(self._root).register_forward_pre_hook(self._begin)
@@ -107,6 +109,7 @@ class Gathers:
         """Gather what others may have waited for, and let go of all that was not needed here."""
         self._fetch_back(0)
         self._back = -1
+        # Nobody here computes with these, but a gather that is not waited for would stay under way, with its memory.
         for unit in self.order if self._again else ():
             _wait(unit)
             unit.reshard()
@@ -115,7 +118,8 @@ class Gathers:
 
     def _begin(self, module: nn.Module, inputs: object) -> None:
         del module, inputs
-        self._next, self._pass = 0, _Pass()
+        self._next = 0
+        self._pass = _Pass()
         self._inside = True
         self._fetch(AHEAD)
 
@@ -142,6 +146,7 @@ class Gathers:
 
     def _end(self, module: nn.Module, inputs: object, output: object) -> None:
         del module, inputs
+        # A gather is a collective: units that this worker skipped must be gathered too, or the others wait for it.
         self._fetch(len(self.order))
         for unit in self._missed(self._pass):
             _wait(unit)
@@ -156,6 +161,7 @@ class Gathers:
     def _fetch(self, stop: int) -> None:
         for unit in self.order[self._next : stop]:
             _start(unit)
+        # Never backwards: when a unit is called a second time, those after it are not fetched again.
         self._next = max(self._next, min(stop, len(self.order)))
 
     # The backward pass
@@ -191,6 +197,8 @@ class Gathers:
         """Fetch down to place `stop`; nothing where units have stayed gathered since the forward pass."""
         stop = max(stop, 0)
         if self._again and stop < self._back:
+            # Backward visits units from last to first. `_back` only falls, so each unit is fetched once a backward
+            # pass.
             for unit in reversed(self.order[stop : self._back]):
                 _start(unit)
             self._back = stop

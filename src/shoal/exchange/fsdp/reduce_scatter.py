@@ -83,6 +83,8 @@ class Scatters:
         self._next = 0
 
     def _send_in_turn(self) -> None:
+        # Last unit first, since its gradients are ready first; the root at the end, whose parameters (such as tied
+        # embeddings) may get gradients until then.
         everyone = [unit.name for unit in (*reversed(self._gathers.order), self._root)]
         turns = [name for name in everyone if name in self._learning]
         while self._next < len(turns) and turns[self._next] in self._came:
@@ -94,6 +96,7 @@ class Scatters:
 
     def _send(self, name: str, out: torch.Tensor, whole: torch.Tensor) -> None:
         self.make_room()
+        # `whole` is kept here: the collective reads it until its handle has been waited for.
         self._busy = (name, self._world.reduce_scatter(out, whole), whole)
         if name in self.sums:
             # Its sum is not in `out` before the handle has been waited for.
@@ -111,7 +114,8 @@ class _Scatter:
     """What FSDP2 calls to reduce a unit."""
 
     def __init__(self, scatters: Scatters, name: str) -> None:
-        self._scatters, self._name = scatters, name
+        self._scatters = scatters
+        self._name = name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._scatters.make_room()

@@ -116,6 +116,7 @@ def cut_into_units(root: nn.Module, setup: Setup, options: UnitOptions) -> list[
     assert setup.mesh is not None
     model, mesh = setup.model, setup.mesh["shard"]
     device = mesh.device_type
+    # A block without parameters would be a unit without collectives, and only cost hooks.
     names = [name for name in setup.blocks if any(True for _ in model.get_submodule(name).parameters())]
     unable = _not_to_be_cut(root, [model.get_submodule(name) for name in names])
     policy = CPUOffloadPolicy(pin_memory=device != "cpu") if options.offload else OffloadPolicy()

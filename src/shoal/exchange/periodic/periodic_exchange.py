@@ -115,6 +115,7 @@ class Periodic(BucketedExchange):
         super().__init__(replace(setup, compressor=None, deterministic=False), BucketOptions(bucket_mb))
 
     def connect(self, world: World) -> None:
+        # For the steps in between, this worker is alone; only meetings see the peers.
         super().connect(World.alone(world.device))
         self.owners = world
         self._peers = world
@@ -218,11 +219,15 @@ class Periodic(BucketedExchange):
         self._seen = [seen + self._count for seen in self._seen]
         self._count = 0.0  # a meeting that is cut short is held again, and counts a step once
         done = self._done + 1
+        # The meeting that this step belongs to, counted from 1.
         number = -(-done // self._interval)
         if done % self._interval == 0:
             self._rounds.arrive(number)
+        # With quorum < 1, enough others are waiting: this worker goes to the meeting with fewer steps, and counts the
+        # rest as done.
         elif self._rounds.called(number):
             done = number * self._interval
+        # Before a new fragment sets out: sums are waited for in the order in which they were started.
         for fragment in [f for f in self._travelling if f.due <= done]:
             self._take_in(fragment, late=True)
         if done == self._stop:
@@ -274,6 +279,7 @@ class Periodic(BucketedExchange):
         self._travelling.append(fragment)
         self._seen[index] = 0.0
         for bucket in self._buckets_of(index):
+            # DiLoCo's outer gradient: where the fragment was after its last meeting, minus where it is.
             gradient = torch.sub(self._anchors[bucket.index], self.vectors[bucket.index]).mul_(weight)
             if fragment.resend is not None:
                 # The sum is made in place: if a peer is lost under way, nothing else holds what was sent.
@@ -291,6 +297,7 @@ class Periodic(BucketedExchange):
         self._travelling.remove(fragment)
         for bucket, gradient, _ in fragment.sums:
             anchor, mine = self._anchors[bucket.index], self.vectors[bucket.index]
+            # On every worker alike, from the same sum: anchors stay equal without being sent.
             self._outer.step(anchor, gradient, self._momenta[bucket.index] if self._momenta else None)
             if late:
                 # The steps since the fragment set out are in this worker's parameters alone: copying would undo them.
@@ -323,6 +330,7 @@ class Periodic(BucketedExchange):
         if self._alike:
             yield
             return
+        # Evaluation is of the mean model; afterwards each worker goes on from its own.
         own = [vector.clone() for vector in self.vectors]
         for vector, mean in zip(self.vectors, self._mean(), strict=True):
             vector.copy_(mean)

@@ -44,7 +44,8 @@ class Rounds:
     """Counts the workers that have arrived at the synchronisation of a round. Every worker has one."""
 
     def __init__(self, world: World, interval: SyncInterval) -> None:
-        self._world, self._interval = world, interval
+        self._world = world
+        self._interval = interval
         self._needed = math.ceil(interval.quorum * world.size - 1e-9)
         self._waits_for_all = self._needed >= world.size or world.store is None
         if not self._waits_for_all:

@@ -59,7 +59,8 @@ class WorkClaim:
 
     def connect(self, link: Link, work: WorkerProtocol) -> None:
         """Talk to the ledger through these. Without them, a claim only follows that of its unit's leader (`adopt`)."""
-        self._link, self._work = link, work
+        self._link = link
+        self._work = work
 
     @property
     def together(self) -> bool:
@@ -107,7 +108,10 @@ class WorkClaim:
             if found is None:
                 return False
             self._link.held_since = self._link.now()
-            self.step, self.part, self.join_state, self.tally = found.step, found.part, found.join_state, {}
+            self.step = found.step
+            self.part = found.part
+            self.join_state = found.join_state
+            self.tally = {}
             self.closed = False
             # With no part to compute, this worker only helps a step to its end; it may have come too late for that.
             if self.part >= 0 or self.await_tally() or not self.over:

@@ -27,7 +27,8 @@ class Tier:
     """The workers that are one client of the servers: those of a host, or without `whole_host` each worker alone."""
 
     def __init__(self, world: World, whole_host: bool) -> None:
-        self.units, self.unit = world.size, world.rank
+        self.units = world.size
+        self.unit = world.rank
         """How many workers the servers see, and which of them this one belongs to."""
         self.local = World.alone(world.device)
         self._world = world

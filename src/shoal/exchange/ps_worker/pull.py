@@ -31,7 +31,9 @@ class Incoming:
     def __init__(
         self, model: nn.Module, trained: Mapping[str, nn.Parameter], shards: Sequence[Shard], receive: Receive
     ) -> None:
-        self._model, self._trained, self._receive = model, trained, receive
+        self._model = model
+        self._trained = trained
+        self._receive = receive
         self.order = list(reversed(shards))
         """As the forward pass needs them; at first a guess, for buckets begin with the last layer."""
         self._coming: dict[int, tuple[Shard, Request, Mapping[str, object]]] = {}
@@ -39,6 +41,7 @@ class Incoming:
         self._hooks: list[RemovableHandle] = []
         self.guarded = False
         """Whether modules wait for what they need: values may come while the model runs."""
+        # Without hooks nobody could wait inside of the model.
         self._may_wait = not _is_compiled(model)
 
     def expect(self, requests: Mapping[int, Request], args: Mapping[str, object], later: bool) -> None:
@@ -93,7 +96,8 @@ class Incoming:
 
     def _guard(self) -> None:
         """The pass is over: from now on, modules wait for what they need."""
-        watch, self._watch = self._watch, None
+        watch = self._watch
+        self._watch = None
         assert watch is not None
         watch.stop()
         for hook in self._hooks:
@@ -109,6 +113,8 @@ class Incoming:
                 module = self._model.get_submodule(name)
                 self._hooks.append(module.register_forward_pre_hook(self._waiting(needed), prepend=True))
         self._hooks.append(self._model.register_forward_hook(self._finishing(), always_call=True))
+        # Ask in the order of first use. What no single module waits for is needed when the model is called: first of
+        # all.
         self.order.sort(key=lambda shard: turns.get(shard.number, 0))
         self.guarded = True
 

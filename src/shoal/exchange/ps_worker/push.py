@@ -105,6 +105,7 @@ class Outgoing:
             self._wheres[shard.number] = slab.where(dtype, at, shard.size)
 
     def _place_payloads(self) -> None:
+        # Rounded up, so that no two payloads share a cache line.
         sizes = [-(-coded.payload.nbytes // _LINE) * _LINE for coded in self._encodings.values()]
         self._slab = slab = _slab(sum(sizes))
         if slab is None:
@@ -118,10 +119,12 @@ class Outgoing:
 
     def connect(self, link: Link, work: WorkerProtocol) -> None:
         """Send through these."""
-        self._link, self._work = link, work
+        self._link = link
+        self._work = work
 
     def fill(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """A bucket is full; its gradients are in `vector`."""
+        # On the CPU autograd has written into the shared memory itself.
         if vector is not self._vectors[bucket.index]:
             self._vectors[bucket.index].copy_(vector)
 
@@ -159,7 +162,8 @@ class Sent:
     """A bucket on its way."""
 
     def __init__(self, link: Link, requests: Sequence[Request]) -> None:
-        self._link, self._requests = link, requests
+        self._link = link
+        self._requests = requests
 
     def wait(self) -> None:
         """Until all servers hold it."""

@@ -42,7 +42,9 @@ class Transfer:
         later: bool,
     ) -> None:
         """`later`: whether values may come while the model runs."""
-        self._link, self._shards, self._vectors = link, shards, vectors
+        self._link = link
+        self._shards = shards
+        self._vectors = vectors
         self.later = later
         self._opened = Opened()
         self.incoming = Incoming(model, trained, shards, self._receive)
@@ -70,6 +72,7 @@ class Transfer:
             }
             values = self._range(shard).cpu()
             requests.append(self._call(shard, "init", args, step, values))
+        # Any worker may come first, or come again after a crash: a shard takes the first values only and says so.
         return not any(answer.value["dup"] for answer in self._check(requests))
 
     def give_state(self, optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter], step: int) -> None:
@@ -97,6 +100,8 @@ class Transfer:
         if not having:
             return None
         index, first = next(iter(having.items()))
+        # State by element (momentum) travels as one vector for the shard, state by parameter (step counts) as a list. A
+        # parameter of one element would fit both, hence the name.
         each = first.shape == named[shard.pieces[index].name].shape and key != "step"
         args: StateEntry = {
             "key": key,
@@ -124,6 +129,7 @@ class Transfer:
         calls, asks = {}, {}
         for shard in self.incoming.order:
             here = [index for index, piece in enumerate(shard.pieces) if piece.name in used]
+            # Indices instead of names: None, the usual case, costs nothing on the wire.
             some: UpdateArguments = {**args, "used": None if len(here) == len(shard.pieces) else here}
             calls[shard.number] = self._call(shard, "apply", some, step)
             if fresh is not None:
@@ -175,6 +181,7 @@ class Transfer:
             edges = [
                 min(max(rank * width, shard.start), shard.stop) - shard.start for rank in range(slices + 1)
             ]
+            # A bucket that slices do not divide evenly leaves a rest behind the last; it counts there.
             edges[-1] = shard.stop - shard.start
             ranges = [list(pair) for pair in pairwise(edges)]
             requests.append(self._ask(shard, "squares", {"parts": parts, "ranges": ranges}, step))
@@ -194,8 +201,8 @@ class Transfer:
         optimizer.state.clear()
         keys = self._check([self._ask(shard, "keys") for shard in self._shards])
         for shard, known in zip(self._shards, keys, strict=True):
-            asked = [self._ask(shard, "state", {"key": key}, expects=shard.nbytes) for key in known.value]
-            for answer in self._check(asked):
+            requests = [self._ask(shard, "state", {"key": key}, expects=shard.nbytes) for key in known.value]
+            for answer in self._check(requests):
                 self._take_entry(shard, answer, optimizer, named)
 
     def _take_entry(
@@ -256,6 +263,7 @@ class Transfer:
 
     def _copy(self, where: Where, target: torch.Tensor) -> bool:
         source = self._opened.tensor(where)
+        # A server keeps its sequence number in the first word of the memory, its values after it.
         word = self._opened.tensor(Where(where.path, 0, 1, torch.int64))
         if source is None or word is None:
             return False  # its server has just ended
@@ -266,6 +274,7 @@ class Transfer:
                 put(target, source)
                 if int(word) == before:
                     return True
+            # A writer is at work, or was a moment ago: let it have the core.
             time.sleep(0.0005)
         return False
 

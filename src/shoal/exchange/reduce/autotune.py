@@ -37,10 +37,14 @@ class Weighing(Reducer):
     def __init__(
         self, world: World, plain: Reducer, other: Reducer, compressor: Compressor, model_world: World
     ) -> None:
-        self._world, self._plain, self._other, self._compressor = world, plain, other, compressor
+        self._world = world
+        self._plain = plain
+        self._other = other
+        self._compressor = compressor
         self._model_world = model_world
         self._chosen: Reducer | None = None
-        self._step, self._began = -WARM_UP, 0.0
+        self._step = -WARM_UP
+        self._began = 0.0
         self._times: tuple[list[float], list[float]] = ([], [])
         self._left: dict[int, list[tuple[int, torch.Tensor]]] = {}
 

@@ -18,7 +18,8 @@ class CommTask:
     """A task of the communication thread; `wait` returns when it is done, or raises what went wrong."""
 
     def __init__(self, action: Callable[[], None], device: torch.device) -> None:
-        self._action, self._device = action, device
+        self._action = action
+        self._device = device
         self._done = threading.Event()
         self._error: BaseException | None = None
         # On a card: this thread's stream starts where the caller's is now, and the caller's waits for its end.
@@ -34,6 +35,7 @@ class CommTask:
                     stream.wait_event(self._begun)
                     self._action()
                     self._ended = stream.record_event()
+        # Raised where somebody waits for it: here it would end the thread, and every later `wait` would hang.
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -58,11 +60,14 @@ class CommThread:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # The order in the queue is the order of collectives. Buckets are sent in the order of their layout, the same
+        # on all ranks.
         self._tasks: queue.SimpleQueue[CommTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def send(self, action: Callable[[], None]) -> CommTask:
         """Have something done."""
+        # Made at the first task: an exchange that is only asked for its costs needs no thread.
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._tasks, self._device), name="shoal-comm", daemon=True
@@ -82,6 +87,7 @@ def _work(tasks: queue.SimpleQueue[CommTask | None], device: torch.device) -> No
     stream = _new_stream(device) if device.type == "cuda" else None
     while (task := tasks.get()) is not None:
         task.run(stream)
+        # Else the loop variable keeps the last task, and its vectors, alive until the next step.
         del task
 
 

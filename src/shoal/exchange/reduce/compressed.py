@@ -29,31 +29,36 @@ class Compressed(Reducer):
     """Sums of what a compressor leaves of each bucket; the communication thread makes them while backward goes on."""
 
     def __init__(self, world: World, compressor: Compressor) -> None:
-        self._whole, self._compressor = world, compressor
+        self._whole = world
+        self._compressor = compressor
         self._hosts = equal_hosts(world)
+        # Compress only between hosts: within one, shared memory is faster than encoding. A column is the workers with
+        # the same place on each host; each column compresses its own part of the sum of its host.
         columns = [list(ranks) for ranks in zip(*self._hosts, strict=True)]
         if len(columns) > 1 and len(self._hosts) > 1:
-            self._local, self._across = world.cut(self._hosts), world.cut(columns)
+            self._local = world.cut(self._hosts)
+            self._across = world.cut(columns)
         else:
-            self._local, self._across = World.alone(world.device), world.new_group()
+            self._local = World.alone(world.device)
+            self._across = world.new_group()
         self._traffic = Traffic()  # the communication thread counts for itself
         self._local.traffic = self._across.traffic = self._traffic
         self._comm_thread = CommThread(world.device)
-        self._lines: list[CompressedBucket] = []
+        self._buckets: list[CompressedBucket] = []
         self._last: Sum | None = None
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool) -> None:
-        self._lines = [self._make_line(bucket, shapes, scattered) for bucket in buckets]
-        for line in self._lines:
-            line.scattered = scattered
+        self._buckets = [self._make_bucket(bucket, shapes, scattered) for bucket in buckets]
+        for compressed in self._buckets:
+            compressed.scattered = scattered
 
     def all_reduce(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
-        line = self._lines[bucket.index]
-        return self._send(lambda: self._sum_all(line, vector))
+        compressed = self._buckets[bucket.index]
+        return self._send(lambda: self._sum_all(compressed, vector))
 
     def reduce_scatter(self, bucket: Bucket, out: torch.Tensor, vector: torch.Tensor) -> Handle:
-        line = self._lines[bucket.index]
-        return self._send(lambda: self._sum_slice(line, out, vector))
+        compressed = self._buckets[bucket.index]
+        return self._send(lambda: self._sum_slice(compressed, out, vector))
 
     def _send(self, begin: Begin) -> Handle:
         """Begin a sum, then complete the one before: its payloads travel while these are made."""
@@ -72,20 +77,26 @@ class Compressed(Reducer):
             feedback.scale(by)
 
     def residuals(self) -> list[Residual]:
-        return [left for line in self._lines for left in self._residuals(line)]
+        return [left for compressed in self._buckets for left in self._residuals(compressed)]
 
-    def _residuals(self, line: CompressedBucket) -> list[Residual]:
-        kept = [part for feedback in line.feedbacks if feedback is not None for part in line.parts(feedback)]
-        starts = line.starts if kept else ()
+    def _residuals(self, compressed: CompressedBucket) -> list[Residual]:
+        kept = [
+            part
+            for feedback in compressed.feedbacks
+            if feedback is not None
+            for part in compressed.parts(feedback)
+        ]
+        starts = compressed.starts if kept else ()
         return [
-            Residual(line.bucket, start, part, self._across.size)
+            Residual(compressed.bucket, start, part, self._across.size)
             for start, part in zip(starts, kept, strict=True)
         ]
 
     def give_back(self, bucket: Bucket, start: int, stop: int, result: torch.Tensor) -> None:
-        line = self._lines[bucket.index]
-        share = 1.0 if line.scattered else 1 / self._across.size  # a slice is one worker's alone
-        for left in self._residuals(line):
+        compressed = self._buckets[bucket.index]
+        # A sum over `size` workers came back to each of them: together they must return it once.
+        share = 1.0 if compressed.scattered else 1 / self._across.size  # a slice is one worker's alone
+        for left in self._residuals(compressed):
             low, high = max(start, left.start), min(stop, left.start + left.tensor.numel())
             if low < high:
                 part = left.tensor[low - left.start : high - left.start]
@@ -93,21 +104,21 @@ class Compressed(Reducer):
 
     def warm(self) -> dict[str, torch.Tensor]:
         found = {
-            f"{line.bucket.index}.{number}.{key}": value
-            for line in self._lines
-            for number, code in enumerate(line.codes)
+            f"{compressed.bucket.index}.{number}.{key}": value
+            for compressed in self._buckets
+            for number, code in enumerate(compressed.codes)
             for key, value in code.state().items()
         }
-        return {"turns": torch.tensor([line.turn for line in self._lines]), **found}
+        return {"turns": torch.tensor([compressed.turn for compressed in self._buckets]), **found}
 
     def warm_start(self, found: Mapping[str, torch.Tensor]) -> None:
         now = self.warm()
         if now.keys() != found.keys() or any(now[key].shape != found[key].shape for key in now):
             return  # of other buckets, or another compressor
-        for line, turn in zip(self._lines, found["turns"].tolist(), strict=True):
-            line.turn = turn
-            for number, code in enumerate(line.codes):
-                path = f"{line.bucket.index}.{number}."
+        for compressed, turn in zip(self._buckets, found["turns"].tolist(), strict=True):
+            compressed.turn = turn
+            for number, code in enumerate(compressed.codes):
+                path = f"{compressed.bucket.index}.{number}."
                 code.load_state({key: found[path + key] for key in code.state()})
 
     def close(self) -> None:
@@ -117,46 +128,49 @@ class Compressed(Reducer):
     # What happens to a vector, on the communication thread. Where completing a sum takes no collective, it may wait
     # until the next has begun; else the order of collectives would depend on when that is, so all is done at once.
 
-    def _sum_all(self, line: CompressedBucket, vector: torch.Tensor) -> Complete:
+    def _sum_all(self, compressed: CompressedBucket, vector: torch.Tensor) -> Complete:
         if self._local.size == 1:
-            return self._sum(line, vector)
+            return self._sum(compressed, vector)
         part = torch.empty_like(vector[: vector.numel() // self._local.size])
         self._local.reduce_scatter(part, vector).wait()
-        self._sum(line, part)()
+        self._sum(compressed, part)()
         self._local.all_gather(vector, part).wait()
         return _nothing
 
-    def _sum_slice(self, line: CompressedBucket, out: torch.Tensor, vector: torch.Tensor) -> Complete:
+    def _sum_slice(self, compressed: CompressedBucket, out: torch.Tensor, vector: torch.Tensor) -> Complete:
         part = vector
         if self._local.size > 1:
             slices = vector.chunk(self._whole.size)
+            # The slices of one column next to each other, so that one reduce-scatter within the host gives each worker
+            # the slices that its column needs.
             columns = [slices[rank] for ranks in zip(*self._hosts, strict=True) for rank in ranks]
             part = torch.empty_like(vector[: vector.numel() // self._local.size])
             self._local.reduce_scatter(part, torch.cat(columns)).wait()
-        # A code of two rounds sums all slices as one vector (see `_make_line`): cut it afterwards.
-        if len(line.codes) < self._across.size:
-            self._sum(line, part)()
+        # A code of two rounds sums all slices as one vector (see `_make_bucket`): cut it afterwards.
+        if len(compressed.codes) < self._across.size:
+            self._sum(compressed, part)()
             out.copy_(part.chunk(self._across.size)[self._across.rank])
             return _nothing
-        code, payload = line.codes[self._across.rank], line.encode(part)
+        code, payload = compressed.codes[self._across.rank], compressed.encode(part)
         received = code.payload() if code.summable else torch.empty_like(payload)
         move = self._across.reduce_scatter if code.summable else self._across.all_to_all
         handle = move(received, payload)
 
         def complete() -> None:
             handle.wait()
+            # In rank order, so that the sum does not depend on whose payload came first.
             for number, theirs in enumerate(received.chunk(1 if code.summable else self._across.size)):
                 code.decode(theirs, out, add=number > 0)
-            for start, stop in line.gaps[self._across.rank]:
+            for start, stop in compressed.gaps[self._across.rank]:
                 out[start:stop].zero_()
 
         return complete
 
-    def _sum(self, line: CompressedBucket, part: torch.Tensor) -> Complete:
+    def _sum(self, compressed: CompressedBucket, part: torch.Tensor) -> Complete:
         """The sum of a part between hosts, in place."""
-        (code,), payload, among = line.codes, line.encode(part), self._across.size
+        (code,), payload, among = compressed.codes, compressed.encode(part), self._across.size
         if code.rounds == 2:
-            self._sum_twice(line, part, payload)
+            self._sum_twice(compressed, part, payload)
             return _nothing
         received, count = payload, 1
         if code.summable:
@@ -170,55 +184,63 @@ class Compressed(Reducer):
             handle.wait()
             for number, theirs in enumerate(received.chunk(count)):
                 code.decode(theirs, part, add=number > 0)
-            line.clear(part.chunk(len(line.starts)))
+            compressed.clear(part.chunk(len(compressed.starts)))
 
         return complete
 
-    def _sum_twice(self, line: CompressedBucket, part: torch.Tensor, payload: torch.Tensor) -> None:
+    def _sum_twice(self, compressed: CompressedBucket, part: torch.Tensor, payload: torch.Tensor) -> None:
         """Two rounds: the second payloads need the sum of the first."""
-        (code,), (feedback,) = line.codes, line.feedbacks
+        (code,), (feedback,) = compressed.codes, compressed.feedbacks
         self._across.all_reduce(payload).wait()
         payload = code.second(part, payload)
         self._across.all_reduce(payload).wait()
         code.decode(payload, part, add=False)
         if feedback is not None:
             feedback.after(payload, self._across.size)
-            line.keep()
-        line.clear(part.chunk(len(line.starts)))
+            compressed.keep()
+        compressed.clear(part.chunk(len(compressed.starts)))
 
     # What there is for a vector.
 
-    def _make_line(
+    def _make_bucket(
         self, bucket: Bucket, shapes: Mapping[str, torch.Size], scattered: bool
     ) -> CompressedBucket:
         local, within = self._local, self._local.size > 1
         if not scattered:
             width = bucket.size // local.size
-            return self._line(
+            return self._compressed_bucket(
                 bucket, [local.rank * width], width, None if within else matrices_of(bucket, shapes)
             )
         width = bucket.size // self._whole.size
         mine = [ranks[local.rank] for ranks in self._hosts] if within else range(self._whole.size)
         starts = [rank * width for rank in mine]
-        line = self._line(bucket, starts, width, None)
-        if line.codes[0].rounds == 1:
-            return line
+        compressed = self._compressed_bucket(bucket, starts, width, None)
+        if compressed.codes[0].rounds == 1:
+            return compressed
         # Everybody must know all sums of the first round: one code for all slices.
         matrices = None if within else matrices_of(bucket, shapes)
-        return replace(self._line(bucket, [0], width * len(starts), matrices), starts=starts, width=width)
+        return replace(
+            self._compressed_bucket(bucket, [0], width * len(starts), matrices), starts=starts, width=width
+        )
 
-    def _line(
+    def _compressed_bucket(
         self, bucket: Bucket, starts: list[int], width: int, matrices: tuple[tuple[int, int, int], ...] | None
     ) -> CompressedBucket:
         layout = Layout(width, bucket.dtype, self._whole.device, matrices)
         codes = [self._compressor.code(layout) for _ in starts]
         for code in codes:
+            # Stochastic rounding has to differ between workers, or their errors would add up instead of averaging out.
             code.salt = self._whole.rank
         feedbacks = [Feedback(code, layout) if self._compressor.feedback else None for code in codes]
         return CompressedBucket(bucket, codes, feedbacks, starts, width)
 
     def _feedbacks(self) -> list[Feedback]:
-        return [feedback for line in self._lines for feedback in line.feedbacks if feedback is not None]
+        return [
+            feedback
+            for compressed in self._buckets
+            for feedback in compressed.feedbacks
+            if feedback is not None
+        ]
 
 
 Complete = Callable[[], None]
@@ -233,7 +255,9 @@ class Sum:
     """A sum that the communication thread begins, and completes when the next has begun or somebody waits for it."""
 
     def __init__(self, comm_thread: CommThread, begin: Begin, counted: Traffic, into: Traffic) -> None:
-        self._comm_thread, self._counted, self._into = comm_thread, counted, into
+        self._comm_thread = comm_thread
+        self._counted = counted
+        self._into = into
         self._complete: Complete | None = None
         self._sent = Traffic()
         self._begun = comm_thread.send(lambda: self._begin(begin))

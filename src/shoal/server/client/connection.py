@@ -62,12 +62,13 @@ class Link:
         self._peers.change_view(View(1, ((COORDINATOR,),)), time.monotonic())
         self._lender = COORDINATOR
         self.lent = Lent(me)
+        # zmq sockets belong to one thread; other threads leave their wish here and wake it.
         self._errands: deque[Callable[[], None]] = deque()
         """For the thread that talks: it alone uses the wire."""
         # Where servers are on other hosts, workers may be too, and come here for first values.
-        self._post = ShmTransport(Wire(self.me, keys, own_address(coordinator)))
-        self._address = self._post.wire.address
-        self._post.know(COORDINATOR, coordinator)
+        self._transport = ShmTransport(Wire(self.me, keys, own_address(coordinator)))
+        self._address = self._transport.wire.address
+        self._transport.know(COORDINATOR, coordinator)
         self._ended = False
         self._problem = ""
         self._heard = self._began = time.monotonic()
@@ -83,7 +84,7 @@ class Link:
     @property
     def bytes_sent(self) -> int:
         """On the wire and in memory."""
-        return self._post.wire.sent_bytes + self._post.shared_bytes
+        return self._transport.wire.sent_bytes + self._transport.shared_bytes
 
     def run(self, conversation: Conversation[T]) -> T:
         """Lead a conversation to its end; returns what it gives."""
@@ -110,8 +111,8 @@ class Link:
         """
         found = None
         if self._address:
-            asked = self.request(lambda _: self._peers.ask(LEDGER, "source"))
-            found = asked.answer.value if self._answered([asked], 0) and asked.answer else None
+            request = self.request(lambda _: self._peers.ask(LEDGER, "source"))
+            found = request.answer.value if self._answered([request], 0) and request.answer else None
         with self.lock:
             self.lent.begun = True
             if found is None or not found[2]:
@@ -122,8 +123,8 @@ class Link:
             address = str(found[1])
             self._connect(lender, address, max(shards))
             step = self._borrow_from(lender, shards, take)
-            self._errands.append(lambda: self._post.wire.disconnect(lender))
-            self._errands.append(self._post.opened.close)  # what it lends must not stay for our sake
+            self._errands.append(lambda: self._transport.wire.disconnect(lender))
+            self._errands.append(self._transport.opened.close)  # what it lends must not stay for our sake
         if step < 0:
             with self.lock:
                 self.lent.end()
@@ -139,7 +140,7 @@ class Link:
         with self.lock:
             self._lender = lender
             far = not same_host(self.me, lender)
-            self._errands.append(lambda: self._post.wire.connect(lender, address, ahead=far))
+            self._errands.append(lambda: self._transport.wire.connect(lender, address, ahead=far))
             chains = ((COORDINATOR,), *[(lender,)] * shards)
             self._peers.change_view(View(2, chains), self.now())
 
@@ -152,13 +153,13 @@ class Link:
         patience = LENDER_SECONDS
         while left:
             # What it has, it says at once; only then can bytes be on their way.
-            asked = left[: _AT_ONCE if steps else 1]
+            batch = left[: _AT_ONCE if steps else 1]
             name = "values" if steps else "lends"
             with self.lock:
-                requests = [self._peers.ask(n, name, {"of": lender}, expects=shards[n]) for n in asked]
-            if not self._answered(requests, sum(shards[n] for n in asked) if steps else 0):
+                requests = [self._peers.ask(n, name, {"of": lender}, expects=shards[n]) for n in batch]
+            if not self._answered(requests, sum(shards[n] for n in batch) if steps else 0):
                 return -1
-            for n, answer in [(n, r.answer) for n, r in zip(asked, requests, strict=True) if r.answer]:
+            for n, answer in [(n, r.answer) for n, r in zip(batch, requests, strict=True) if r.answer]:
                 value = answer.value if isinstance(answer.value, dict) else {}
                 if value.get("wait"):
                     patience = BORROW_SECONDS if value.get("begun") else LENDER_SECONDS
@@ -171,7 +172,7 @@ class Link:
                 moved = self.now()
             if self.now() - moved > patience:
                 return -1
-            if left[:1] == asked[:1] and not steps:
+            if left[:1] == batch[:1] and not steps:
                 time.sleep(0.02)  # it has none yet itself
         return steps.pop() if len(steps) == 1 else -1
 
@@ -201,7 +202,7 @@ class Link:
         if self._ended:
             return
         self._ended = True
-        self._post.wire.wake()
+        self._transport.wire.wake()
         self._thread.join(5.0)
 
     def _wait(self, requests: Sequence[Request]) -> None:
@@ -215,6 +216,8 @@ class Link:
                 raise ServersLost(
                     f"no servers after {START_SECONDS:.0f} s: {self._terms[2]} are wanted; start more, or use fewer."
                 )
+            # While a copy is being repaired a head may rightly answer nobody; the clock counts against it only when all
+            # are whole.
             if now - began > UNANSWERED_SECONDS and self.news.get("whole"):
                 self._check_answers(requests, now - began)
             if self.client.view.chains and now - self._heard > STALL_SECONDS:
@@ -239,13 +242,13 @@ class Link:
 
     def _queue(self, peer: int, message: Message) -> None:
         self._out.append((peer, message))
-        self._post.wire.wake()
+        self._transport.wire.wake()
 
     def _talk(self) -> None:
         beat = 0.0
         try:
             while not self._ended:
-                arrived = self._post.receive(BEAT)
+                arrived = self._transport.receive(BEAT)
                 now = time.monotonic()
                 with self.lock:
                     for source, message in arrived:
@@ -262,7 +265,8 @@ class Link:
                 self._send_all()
             self._out.append((COORDINATOR, Message(MessageKind.BYE, client=self.me)))
             self._send_all()
-            self._post.close(linger=1.0)
+            self._transport.close(linger=1.0)
+        # This thread is the only one that receives: if it ended in silence, every conversation would wait for ever.
         except BaseException as error:
             with self.lock:
                 self._problem = f"the connection to the servers broke: {error!r}"
@@ -270,6 +274,7 @@ class Link:
             raise
 
     def _take(self, source: int, message: Message, now: float) -> None:
+        # Two clients share one wire, and number their calls alike: the sender tells whose answer it is.
         of_peer = source in (COORDINATOR, self._lender)
         if message.kind == MessageKind.ASK:
             with suppress(*MALFORMED):  # of a question that nobody should ask, nothing is believed
@@ -297,7 +302,7 @@ class Link:
         while self._errands:
             self._errands.popleft()()
         while self._out:
-            self._post.send(*self._out.popleft())
+            self._transport.send(*self._out.popleft())
 
     def _sign(self, now: float) -> Message:
         held = 0.0 if self.held_since is None else now - self.held_since

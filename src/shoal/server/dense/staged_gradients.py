@@ -93,6 +93,8 @@ class Staged:
     def add(self, step: int, part: int, micro: int, gradient: torch.Tensor) -> None:
         """Take in a part that is not there yet."""
         place = self.steps.setdefault(step, {}).setdefault(micro, Micro())
+        # Floating-point sums depend on order. Parts are added in order of their numbers, whenever they come, so that a
+        # run has the same bits each time.
         if self.hold or part != place.summed:
             place.waiting[part] = self.pool.copy_of(gradient)
             return
@@ -163,6 +165,7 @@ class Staged:
         if not vectors:
             return self.pool.empty().zero_(), True
         (total, mine), *rest = vectors
+        # Whoever only looks must leave the staged vectors as they are: the update may still come with other parts.
         if rest and not mine:
             total = self.pool.copy_of(total)
             mine = True

@@ -129,15 +129,19 @@ class Ledger(Machine):
             raise Refused("this worker has been replaced by another of its rank")
         rank = self.ranks[op.client]
         of_rank = self._of_rank(rank)
+        # Whoever claims is alive, so those of its rank that came before are not: now they are replaced.
         for worker in of_rank[: of_rank.index(op.client)]:
             del self.ranks[worker]
         self.lost.discard(rank)
         if op.args["applied"] is not None and int(op.args["applied"]) == self.oldest:
+            # Where parts go together, a step is over only when all shards have applied it; the claim of the next one
+            # says so.
             self._over(self.oldest, op.args["join_state"])
         stop = int(op.args["stop"])
         found = self._find(rank, stop)
         if found is None:
             if (held := self._held_back(stop)) is not None:
+                # DSSP learns from it how long workers wait.
                 self.terms.clock(held).refused()
             return {"step": None, "end": self.oldest >= stop}
         step, part = found
@@ -209,6 +213,7 @@ class Ledger(Machine):
         step = self.steps.get(op.clock, OpenStep())
         if not self._complete(op.clock):
             rank = self.ranks.get(op.client, -1)
+            # None: the question waits (it is parked at the tail) until the step is complete or a part is free.
             free = any(self._free(step, part, rank) for part in range(self.terms.parts))
             return Answer({"free": True}) if free else None
         return Answer(sum_of(step))
@@ -237,6 +242,7 @@ class Ledger(Machine):
                 return None
             together = clock.together
             entry = self.steps.get(step, OpenStep())
+            # A worker's own part first: which samples it reads then does not depend on who else is fast.
             own = [rank] if 0 <= rank < self.terms.parts else []
             for part in (*own, *range(self.terms.parts)):
                 if together and self._complete(step):
@@ -319,6 +325,7 @@ class Ledger(Machine):
     def restore(self, value: LedgerState, tensor: torch.Tensor) -> None:
         del tensor
         self.terms = WorkTerms.of(value["terms"]) if value["terms"] is not None else WorkTerms(0, ())
+        # Clocks with a memory (DSSP) are part of the replicated state: a new copy must decide as the others do.
         for (_, clock), state in zip(self.terms.clocks, value["clocks"], strict=True):
             clock.restore(state)
         self.ready = value["ready"]

@@ -51,14 +51,14 @@ class Chain:
     """Up to here, everybody holds everything."""
     handover: Handover = field(default_factory=Handover)
     """What is on its way to the next server."""
-    room: float = 0.0
+    log_limit: float = 0.0
     """Bytes that the log may take."""
     sessions: dict[int, Session] = field(default_factory=dict)
     parked: dict[tuple[int, int], Message] = field(default_factory=dict)
     """Questions that cannot be answered yet, by client and number."""
     fed_since: int = 0
     """The epoch since which the server before this one has been the same."""
-    asked: float = 0.0
+    snapshot_requested: float = 0.0
     """When a snapshot was last asked for."""
     answered: int | None = None
     """Up to here others may have been answered before the next server counted, and it has not said that it has that."""
@@ -73,7 +73,7 @@ class Chain:
     @property
     def caught_up(self) -> bool:
         """Whether the newcomer after this tail has nearly all that is here."""
-        near = self.last - self.handover.confirmed <= _NEAR and self.handover.nbytes <= self.room
+        near = self.last - self.handover.confirmed <= _NEAR and self.handover.nbytes <= self.log_limit
         return self.has_newcomer and self.handover.open and near
 
     def change_view(self, view: View, now: float) -> None:
@@ -84,16 +84,21 @@ class Chain:
         self.epoch = view.epoch
         # One that was left out in a view that did not get here has come anew, and has nothing.
         anew = self.at.next is not None and view.since.get(self.at.next, 0) > seen > 0
+        # A handover is about one successor: another one, or the same after it was away, needs a new handover.
         other = anew or self.at.next != old.next
         self.parked.clear()  # those who asked will ask again, whoever the last server is now
         if self.at.before != old.before:
             self.fed_since = view.epoch
             self.filled = self.filled and self.whole  # what is here came from another, who may have had less
         handed = self.handover
+        # As the tail this server answered clients when it alone held an operation. Its new successor may not take reads
+        # before it has all of that (`answered`), or a client could read a state older than one it has seen.
         if self.at.is_tail or other:
             self.answered = None
         if old.is_tail and not self.at.is_tail:
             self.answered = self.last
+        # A newcomer gets a snapshot. A server that was further down this chain moves up when the one between ended: it
+        # holds at least what was committed, so the log from there is enough.
         if other and (anew or old.is_tail or self.at.is_tail):
             handed.begin(self.last)
         elif other:
@@ -105,6 +110,7 @@ class Chain:
             self.send_log(now)
         elif not self.at.is_tail:
             self.send_snapshot(now)
+        # Nobody before this server: it is the head, and has no one to take a state from.
         if self.at.before is not None and not self.whole:
             if self.filled:
                 self._confirm()
@@ -115,10 +121,13 @@ class Chain:
 
     def on_call(self, source: int, message: Message, now: float) -> None:
         """A client wants something done."""
+        # No refusal is sent: the client has an older view than this server, or a newer one, and calls again in the
+        # next.
         if not self.at.is_head or not self.whole:
             return
         session = self.sessions.get(message.client)
         if session is not None and message.seq <= session.seq:
+            # Before it is committed the head could end with the only copy, so even the repeated answer waits for that.
             if message.seq == session.seq and session.place <= self.committed:
                 self._reply(message.client, session)
             return  # otherwise it is under way, or long answered
@@ -131,6 +140,7 @@ class Chain:
         if not (self.whole or self.filled) or message.place > self.last + 1:
             return  # what is missing will come again
         if message.place == self.last + 1:
+            # Exactly the next place: the log is applied in order, without gaps, on every copy.
             self._take(message, now)
         else:
             self._confirm()
@@ -143,6 +153,7 @@ class Chain:
         if source != self.at.next:
             return False
         before = self.caught_up
+        # A confirmation from an earlier view may name a place that this server, restored since, has not reached.
         self.handover.confirm(min(message.place, self.last))
         if message.meta:
             self.answered = None
@@ -153,6 +164,8 @@ class Chain:
     def on_ask(self, source: int, message: Message) -> None:
         """A client wants to know something."""
         if self.at.is_tail:
+            # Parked even if it can be answered at once: a machine may give None (rows of a step that is not applied
+            # yet), and then the next commit tries again.
             self.parked[source, message.seq] = message
             self._answer(source, message.seq)
 
@@ -171,6 +184,7 @@ class Chain:
                 self.send_snapshot(now)  # a newcomer has to wait for its turn
             return False
         came = not self.whole and self.at.is_member
+        # A snapshot that comes twice, or late, must not undo operations that were applied after it.
         if not self.whole and (not self.filled or message.place > self.last):
             value, sessions = message.meta
             self.machine.restore(value, message.tensor)
@@ -186,7 +200,11 @@ class Chain:
     def on_time(self, now: float) -> None:
         """Send again what is not confirmed."""
         if not self.whole and not self.filled:
-            if self.at.before is not None and self.at.is_member and now - self.asked >= RESEND_SNAPSHOT:
+            if (
+                self.at.before is not None
+                and self.at.is_member
+                and now - self.snapshot_requested >= RESEND_SNAPSHOT
+            ):
                 self._ask_for_snapshot(now)
         elif self.at.next is not None and now >= self.handover.due:
             self.send_again(now)
@@ -205,6 +223,7 @@ class Chain:
             handed.add(kept)
             self._pass_on(now)
         # A refused operation keeps its place in the log: every copy refuses it alike.
+        # Passed on above before it is applied here: a chain of n copies then takes about one apply time, not n.
         status, done = attempt(self.machine.apply, message)
         self.last = message.place
         value = None if done is None else done.value
@@ -216,7 +235,7 @@ class Chain:
 
     def _commit(self, place: int) -> None:
         # Without a commit clients get no answer: they slow down to what the newcomer takes, and the log is bounded.
-        crowded = self.has_newcomer and self.handover.nbytes > self.room
+        crowded = self.has_newcomer and self.handover.nbytes > self.log_limit
         if place > self.committed and not crowded:
             newly = [
                 (client, session)
@@ -250,6 +269,7 @@ class Chain:
 
     def _confirm(self, first: bool = False) -> None:
         """To the server before this one: what is held here and by all who come after, and whether this one is whole."""
+        # COMMIT travels up the chain and is cumulative, so a lost one is made good by the next.
         # A member vouches for all after it; a newcomer is the last of all, and vouches for itself.
         held = self.committed if self.at.is_member else self.last
         if self.at.before is not None and (held or first):
@@ -286,7 +306,7 @@ class Chain:
     def _ask_for_snapshot(self, now: float) -> None:
         assert self.at.before is not None
         self.send(self.at.before, self._message(MessageKind.SNAPSHOT))
-        self.asked = now
+        self.snapshot_requested = now
 
     def send_snapshot(self, now: float) -> None:
         """To the next server: all that is here."""
@@ -296,7 +316,7 @@ class Chain:
         sessions = [[c, s.seq, s.place, s.status, s.value] for c, s in self.sessions.items()]
         message = self._message(MessageKind.SNAPSHOT, place=self.last, meta=[value, sessions])
         self.send(self.at.next, replace(message, tensor=tensor))
-        self.room = tensor.nbytes / _ROOM
+        self.log_limit = tensor.nbytes / _ROOM
         self.handover.sent_snapshot(tensor.nbytes, now)
 
     def _message(

@@ -77,7 +77,7 @@ class Coordinator:
         self._learning_until: float | None = None if generation == 1 else math.inf
         self._client = Client(COORDINATOR, send, first=self._base)
         self._dirty = False
-        self._told = -1e9
+        self._announced = -1e9
         self._balanced = self._grew = -1e9
         self._took_over = False
         self._doubt: float | None = None
@@ -120,6 +120,7 @@ class Coordinator:
     def on_time(self, now: float) -> None:
         """Called often: notice who is silent, and change the view if it must change."""
         if self._learning_until == math.inf:
+            # Time starts with the first call: the process may have been made long before its loop runs.
             self._learning_until = now + min(self._silence, _LOOK_AROUND)
         if self._learning_until is not None and now >= self._learning_until:
             self._learning_until = None
@@ -131,6 +132,7 @@ class Coordinator:
         for who, worker in list(self.workers.items()):
             hung = self.terms is not None and worker.held > self.terms.patience
             silent = now - worker.heard > self._silence
+            # `lost` stays set until the worker holds no part: one release per claim.
             if (silent or hung) and not worker.lost:
                 worker.lost = True
                 self._release(who)
@@ -142,8 +144,8 @@ class Coordinator:
         if now - self._balanced >= self._balance_every and self._learning_until is None:
             self._balanced = now
             self._balance(now)
-        if now - self._told >= 5 * BEAT:  # for those who have missed it
-            self._told = now
+        if now - self._announced >= 5 * BEAT:  # for those who have missed it
+            self._announced = now
             self._tell(everybody=False)
         self._client.on_time(now)
 
@@ -164,6 +166,8 @@ class Coordinator:
         known = View.from_meta(sign["view"])
         if max(known.epoch, sign["promised"]) >> GENERATION_BITS > self._base >> GENERATION_BITS:
             return  # a later coordinator is at work: this one decides nothing any more
+        # A server that has promised this generation takes no view of an earlier one. Only such answers count, as in
+        # Paxos: otherwise two coordinators could each change the chains.
         if sign["promised"] < self._base:
             self._send(source, self._confirmation(None))
             return  # it may have said this long ago, or still take an earlier coordinator's view
@@ -184,6 +188,8 @@ class Coordinator:
             server.caught_up = {int(n) for n in sign["caught_up"]}
             self._dirty = self._dirty or bool(heads - server.whole) or bool(server.caught_up)
         met = self._ended | {s for s, server in self.servers.items() if server.met}
+        # Waiting out the silence is for servers that may still speak; when each is heard or known to have ended, nobody
+        # is left to wait for.
         if self._learning_until is not None and self.view.chains and met >= set(self.view.addresses):
             self._learning_until = now  # all have reported
 
@@ -240,6 +246,7 @@ class Coordinator:
         alive = self.servers
         gone = [server for server in self.view.addresses if server not in alive]
         spare = [server for server in alive if server not in self.view.addresses]
+        # Repair comes before growth: a view that adds a copy must not hide that a head is gone.
         torn = gone or heads_without_state(self.view, alive) or (spare and missing_copies(self.view))
         if not torn and self.view.epoch > self._base:
             view = grown(self.view, alive)
@@ -285,6 +292,7 @@ class Coordinator:
             return
         self._publish(first_view(terms, self.servers), now)
         for who in self.view.addresses:
+            # A new job begins empty, so every member of a chain holds all there is.
             self.servers[who].whole = {s for s, chain in enumerate(self.view.chains) if who in chain}
 
     def _publish(self, view: View, now: float) -> None:
@@ -292,7 +300,7 @@ class Coordinator:
         epoch = max(self.view.epoch, self._base) + 1
         since = {server: view.since.get(server, epoch) for server in view.addresses}
         self.view = replace(view, epoch=epoch, born=view.born or epoch, since=since)
-        self._told = now
+        self._announced = now
         self._tell(everybody=True)
         self._client.change_view(self.view, now)
         if self._base >> GENERATION_BITS > 1 and not self._took_over:

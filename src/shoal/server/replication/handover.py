@@ -57,6 +57,7 @@ class Handover:
             self.passed = place
         self.confirmed = max(self.confirmed, place)
         self.passed = max(self.passed, place)
+        # The log is in order of places (dicts keep insertion order), so what is confirmed is a prefix of it.
         while self.log and (first := next(iter(self.log))) <= place:
             self.nbytes -= _size(self.log.pop(first))
 
@@ -73,6 +74,8 @@ class Handover:
             found.append(self.log[self.passed])
         if found:
             places = range(self.confirmed + 1, self.passed + 1)
+            # The resend timer allows for all unconfirmed bytes, not only for new ones: a slow link would otherwise be
+            # given the same megabytes again before it had finished the first time.
             under_way = sum(_size(self.log[at]) for at in places if at in self.log)
             self.due = now + RESEND + under_way / SLOWEST
         return found

@@ -112,7 +112,7 @@ class Bulk:
         self._dealers: dict[int, tuple[int, Socket]] = {}
         """Peer -> its bulk port, and the socket that is connected to it."""
         self._peers: dict[Socket, int] = {}
-        self._told: dict[int, deque[bytes]] = {}
+        self._unused_words: dict[int, deque[bytes]] = {}
         """Peer -> the words it was told and has not used. Only these peers may knock."""
         self._open: set[int] = set()
         """Peers whose connection has been confirmed by a knock: pieces of theirs are read."""
@@ -124,6 +124,8 @@ class Bulk:
     def listen(self, host: str) -> None:
         """Listen at a free port of `host`, which is written as in an address."""
         router = self._socket(zmq.ROUTER, host)
+        # MANDATORY: sending to a peer whose connection ended fails (EHOSTUNREACH) and is not dropped silently.
+        # HANDOVER: a peer that connects again under its id replaces its old connection.
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.PLAIN_SERVER, 1)
@@ -143,6 +145,7 @@ class Bulk:
     def ask(self, peer: int, connects: bool, now: float) -> None:
         """Start the negotiation with `peer`; `connects`: this process is the connector."""
         if now >= self._next.get(peer, 0.0) and (connects or self._port):
+            # Set before the answer: messages to this peer go on over CURVE meanwhile, and each of them would ask again.
             self._next[peer] = now + _AGAIN
             if connects:
                 self._say(peer, None)
@@ -155,6 +158,7 @@ class Bulk:
             self._tell(peer)
         elif isinstance(said, list):
             match said:
+                # `type(port) is int`: a bool is an int for `case int()`, and the other side is not trusted.
                 case [int(port), str(word)] if host and type(port) is int and 0 < port < 1 << 16:
                     if word.isascii() and 0 < len(word) < 100:
                         self._knock(peer, host, port, word)
@@ -168,6 +172,7 @@ class Bulk:
             self._give_up(peer)
         elif said == "ping":
             self._say(peer, "pong")
+        # The peer has read all that CURVE carried before: from now on a ticket comes no later than its pieces.
         elif said == "pong" and peer in self._open:
             self._reached.add(peer)
         elif said == "cut":
@@ -196,6 +201,7 @@ class Bulk:
         try:
             for piece in seal(payload, ticket):
                 target.send_multipart([*name, piece], zmq.NOBLOCK, copy=False)
+                # CURVE refused the ticket, so nobody waits for this piece; the receiver drops it after a while.
                 if not total and not announce():
                     return 0
                 total += len(piece)
@@ -228,7 +234,9 @@ class Bulk:
             total += len(piece)
             if len(piece) and sender in self._open:
                 self._inbox.piece(sender, piece, time.monotonic())
-            elif not len(piece) and sender in self._told:
+            # An empty frame is the knock. It counts only from a peer that was given a word: the routing id is whatever
+            # the sender claims, the word was checked when it connected.
+            elif not len(piece) and sender in self._unused_words:
                 self._forget_words(sender)
                 self._open.add(sender)
                 self._say(sender, True)
@@ -247,7 +255,7 @@ class Bulk:
 
     def _tell(self, peer: int) -> None:
         word = secrets.token_hex(16)
-        words = self._told.setdefault(peer, deque())
+        words = self._unused_words.setdefault(peer, deque())
         words.append(word.encode())
         self._words.add(word.encode())
         # Each unused word would admit a connection for as long as this process lives.
@@ -256,7 +264,7 @@ class Bulk:
         self._say(peer, [self._port, word])
 
     def _forget_words(self, peer: int) -> None:
-        self._words.difference_update(self._told.pop(peer, ()))
+        self._words.difference_update(self._unused_words.pop(peer, ()))
 
     def _knock(self, peer: int, host: str, port: int, word: str) -> None:
         """Connect to the bulk socket of `peer` and knock. If the port is known, keep the connection and its queue."""

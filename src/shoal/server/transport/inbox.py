@@ -37,7 +37,7 @@ class _Early:
 
 
 @dataclass
-class _Line:
+class _Queue:
     """What one sender has sent and nobody has got yet."""
 
     letters: deque[Message | _Sealed] = field(default_factory=deque)
@@ -53,7 +53,7 @@ class Inbox:
         """Messages with their senders, to be taken out."""
         self.refused = 0
         """What was dropped because it was no message."""
-        self._lines: dict[int, _Line] = {}
+        self._queues: dict[int, _Queue] = {}
         self._early: dict[int, _Early] = {}
 
     def letter(self, sender: int, frames: Sequence[Part], now: float) -> None:
@@ -64,9 +64,10 @@ class Inbox:
         except (BadFrame, MemoryError):
             self.refused += 1
             return
-        line = self._lines.setdefault(sender, _Line(moved=now))
-        line.letters.append(letter)
+        queue = self._queues.setdefault(sender, _Queue(moved=now))
+        queue.letters.append(letter)
         if isinstance(letter, _Sealed):
+            # Two sockets, two TCP streams: pieces may overtake the ticket that says whose they are.
             for piece in self._early.pop(sender, _Early()).pieces:
                 self.piece(sender, piece, now)
         self._advance(sender)
@@ -75,13 +76,14 @@ class Inbox:
         """A piece of a tensor has come; or something that says so."""
         if not self._fit(sender, piece, now) and len(piece) <= 2 * PIECE:
             early = self._early.setdefault(sender, _Early())
+            # A copy: the frame it lies in belongs to zmq and goes back to it.
             early.pieces.append(bytes(piece))
             early.moved = now
         self._advance(sender)
 
     def overdue(self, now: float) -> list[int]:
         """Whose messages have waited for too long for their pieces. They are dropped."""
-        late = [sender for sender, line in self._lines.items() if now - line.moved > PATIENCE]
+        late = [sender for sender, queue in self._queues.items() if now - queue.moved > PATIENCE]
         for sender in late:
             self.cut(sender, now)
         for sender in [sender for sender, early in self._early.items() if now - early.moved > PATIENCE]:
@@ -91,10 +93,10 @@ class Inbox:
     def cut(self, sender: int, now: float) -> None:
         """What still waits of one for pieces waits in vain."""
         self._early.pop(sender, None)
-        line = self._lines.get(sender)
-        if line is not None:
-            line.letters = deque(letter for letter in line.letters if _is_whole(letter))
-            line.moved = now
+        queue = self._queues.get(sender)
+        if queue is not None:
+            queue.letters = deque(letter for letter in queue.letters if _is_whole(letter))
+            queue.moved = now
             self._advance(sender)
 
     def take_ready(self) -> list[tuple[int, Message]]:
@@ -105,35 +107,38 @@ class Inbox:
 
     def forget(self, sender: int) -> None:
         """Drop what waits of one."""
-        self._lines.pop(sender, None)
+        self._queues.pop(sender, None)
         self._early.pop(sender, None)
 
     def _fit(self, sender: int, piece: Part, now: float) -> bool:
-        line = self._lines.get(sender)
-        if line is None:
+        queue = self._queues.get(sender)
+        if queue is None:
             return False
-        for place, letter in enumerate(line.letters):
+        for place, letter in enumerate(queue.letters):
             if isinstance(letter, _Sealed) and letter.coming.take(piece):
-                line.moved = now
-                kept = [before for before in list(line.letters)[:place] if _is_whole(before)]
-                line.letters = deque([*kept, *list(line.letters)[place:]])
+                queue.moved = now
+                # Pieces come in the order of their tickets, so tensors announced before this one will not come any
+                # more.
+                kept = [before for before in list(queue.letters)[:place] if _is_whole(before)]
+                queue.letters = deque([*kept, *list(queue.letters)[place:]])
                 return True
         return False
 
     def _advance(self, sender: int) -> None:
-        line = self._lines.get(sender)
-        if line is None:
+        queue = self._queues.get(sender)
+        if queue is None:
             return
-        while line.letters and _is_whole(line.letters[0]):
-            letter = line.letters.popleft()
+        # Head of line only: the state machines rely on messages of one sender staying in order.
+        while queue.letters and _is_whole(queue.letters[0]):
+            letter = queue.letters.popleft()
             try:
                 if isinstance(letter, _Sealed):
                     letter = decode(letter.frames, letter.coming.payload)
                 self.ready.append((sender, letter))
             except BadFrame:
                 self.refused += 1
-        if not line.letters:
-            del self._lines[sender]
+        if not queue.letters:
+            del self._queues[sender]
 
 
 def _is_whole(letter: Message | _Sealed) -> bool:

@@ -69,6 +69,7 @@ class ShmTransport:
 
     def send(self, peer: int, message: Message) -> None:
         """Send, or not: nothing is promised."""
+        # A snapshot is made into shared memory only here, when it is sent; replies and gradients already lie in a slab.
         near = same_host(self.wire.me, peer) and peer not in self._sightless
         if message.kind == MessageKind.SNAPSHOT and message.tensor is not None and near:
             message = self._shared(peer, message)
@@ -105,6 +106,8 @@ class ShmTransport:
                     continue
             if message.where is not None:
                 is_snapshot = message.kind == MessageKind.SNAPSHOT
+                # May be None: between send and receive the owner can end, or its container may hide /proc from this
+                # one.
                 tensor = self._snapshot(message) if is_snapshot else self.opened.tensor(message.where)
                 if tensor is None:
                     path = message.where.path
@@ -133,6 +136,8 @@ class ShmTransport:
         mark = secrets.randbits(62)
         copy(slab.tensor(torch.uint8, _MARK, count), message.tensor)
         slab.tensor(torch.int64, 0, 1).fill_(mark)
+        # Kept until the peer confirms: closing the slab before it has mapped the memory would leave it with nothing.
+        # One per peer and shard, so a snapshot that is sent again frees the one before.
         self._snapshots[peer, message.shard] = slab
         where = slab.where(torch.uint8, _MARK, count)
         return replace(message, tensor=slab.tensor(torch.uint8, _MARK, count), where=where, clock=mark)
@@ -154,6 +159,7 @@ class ShmTransport:
         self._epoch = view.epoch
         for gone in [key for key in self._snapshots if key[0] not in view.addresses]:
             del self._snapshots[gone]
+        # Numbers below 2**16 are fixed parts such as the coordinator, which no view lists.
         for peer in [p for p in self._addresses if p not in view.addresses and p >= 2**16]:
             del self._addresses[peer]
             self.wire.disconnect(peer)

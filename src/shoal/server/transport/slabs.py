@@ -111,6 +111,8 @@ class Opened:
     def _open(self, path: str) -> SharedRegion:
         fd = open_memory(path)
         try:
+            # Reading a mapping past the end of a file that was cut short raises SIGBUS. The seals forbid the owner to
+            # shrink it.
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise OSError(f"{path} could be cut short, which would kill whoever reads it")
             facts = os.fstat(fd)

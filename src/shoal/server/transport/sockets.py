@@ -69,6 +69,7 @@ class Wire:
         self._ears, self._alarm = socket.socketpair()
         self._ears.setblocking(False)
         self._alarm.setblocking(False)
+        # zmq sockets may be used by one thread only, and poll does not notice an Event: a byte in a pipe wakes it.
         self._poller.register(self._ears.fileno(), zmq.POLLIN)
         self._closed = False
         if listen is not None:
@@ -149,12 +150,14 @@ class Wire:
         Unless it is sealed (`seals`), the tensor's memory is sent as it lies there: it must not change until the peer
         has answered. If it does, the peer drops the message, for its checksum is wrong.
         """
+        # Asked before: `_send_sealed` may find that the channel broke, and then the caller has made no copy of its own.
         promised = self.seals(peer, message)
         if _is_large(message) and self._bulk is not None and self._send_sealed(self._bulk, peer, message):
             return True
         if promised and message.tensor is not None:
             message = replace(message, tensor=message.tensor.clone())
         frames = encode(message)
+        # Dropping is allowed: every protocol above sends again what is not answered.
         if not self._hand_over(peer, frames):
             self.unsent += 1
             return False
@@ -176,8 +179,10 @@ class Wire:
         while True:
             left = max(0.0, end - time.monotonic())
             woken = False
+            # Rounded up: with milliseconds rounded down to 0, the last one would be a busy loop.
             for source, _ in self._poller.poll(math.ceil(left * 1000)):
                 if self._gate is not None and source is self._gate.socket:
+                    # libzmq asks by ZAP before it lets a stranger in; this thread answers, since it owns the sockets.
                     self._gate.answer()
                 elif self._bulk is not None and self._bulk.owns(source):
                     self.received_bytes += self._bulk.take(source)
@@ -216,6 +221,7 @@ class Wire:
         self._ears.close()
         self._alarm.close()
         if self._keys is not None:
+            # Waits for lingering messages. The shared context of jobs without keys is not ours to end.
             self._context.term()
 
     def __enter__(self) -> Wire:
@@ -238,6 +244,7 @@ class Wire:
             target = self._dealers[peer][1]
         elif self._router is not None:
             target = self._router
+            # A router finds the connection by the id in the first frame; a dealer has one connection only.
             frames = [name_of(peer), *frames]
         else:
             return False

@@ -25,11 +25,11 @@ from shoal.tensor.search.vocabulary import find_vocabulary, unfit
 class _Finder:
     """What is known about a model while its cuts are looked for."""
 
-    def __init__(self, model: nn.Module, trace: Trace, degree: int, asked: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, degree: int, rules: Mapping[str, str]) -> None:
         self.model = model
         self.trace = trace
         self.degree = degree
-        self.asked = asked
+        self.rules = rules
         self.modules = dict(model.named_modules())
         self.cuts: dict[str, Cut] = {}
         self.reasons: dict[str, str] = {}
@@ -62,7 +62,7 @@ class _Finder:
     def refuse(self, name: str) -> str | None:
         """Why the layer `name` may not be cut at all, or None."""
         module = self.modules[name]
-        if self.asked.get(name) == "whole":
+        if self.rules.get(name) == "whole":
             return "tensor_rules says so"
         if not self.trace.ran(name):
             return "it did not run in the trial pass"
@@ -75,14 +75,14 @@ class _Finder:
 
     def refuse_shared(self, name: str) -> str | None:
         """As `refuse`, for layers that cannot share their weights, and those that are cut already."""
-        if name in self.cuts or self.asked.get(name) not in (None, "column", "row", "whole"):
+        if name in self.cuts or self.rules.get(name) not in (None, "column", "row", "whole"):
             return "it is cut in another way"
         others = self.sharers(name) - {name}
         return f"it shares a weight with '{min(others)}'" if others else self.refuse(name)
 
     def refuse_words(self, name: str) -> str | None:
         """As `refuse`, for vocabularies: whoever shares the weight must be cut as well."""
-        if self.asked.get(name) in ("column", "row"):
+        if self.rules.get(name) in ("column", "row"):
             return "tensor_rules cuts it in another way"
         for other in sorted(self.sharers(name)):
             if not isinstance(self.modules[other], nn.Embedding) and not is_projection(self.modules[other]):
@@ -141,9 +141,9 @@ def find_cuts(model: nn.Module, run: Callable[[], object], degree: int, rules: M
     >>> [(cut.module, cut.how) for cut in find_cuts(model, lambda: model(torch.ones(1, 4)), 2, {}).cuts]
     [('0', 'column'), ('2', 'row')]
     """
-    asked = match_rules(model, rules)
+    matched = match_rules(model, rules)
     trace = watch(model, run)
-    finder = _Finder(model, trace, degree, asked)
+    finder = _Finder(model, trace, degree, matched)
     _attentions(finder)
     _families(finder)
     _vocabulary(finder)
@@ -171,7 +171,7 @@ def _attentions(finder: _Finder) -> None:
     for name, module in finder.modules.items():
         if not isinstance(module, nn.MultiheadAttention):
             continue
-        reason = finder.refuse_shared(name) if finder.asked.get(name) != "heads" else finder.refuse(name)
+        reason = finder.refuse_shared(name) if finder.rules.get(name) != "heads" else finder.refuse(name)
         if type(module).forward is not nn.MultiheadAttention.forward:
             reason = "its forward is its own"
         if module.bias_k is not None:
@@ -226,7 +226,7 @@ def _pairs(finder: _Finder) -> None:
     finder.reasons = {name: why for name, why in reasons.items() if name not in finder.cuts} | finder.reasons
     for pair in pairs:
         roles = dict.fromkeys(pair.columns, "column") | {pair.row: "row"}
-        if any(finder.asked.get(name, role) != role for name, role in roles.items()):
+        if any(finder.rules.get(name, role) != role for name, role in roles.items()):
             finder.reasons.update(dict.fromkeys(roles, "tensor_rules breaks its pair"))
             continue
         dropped = _above(list(roles)) if pair.dropped else None
@@ -239,7 +239,7 @@ def _asked(finder: _Finder) -> list[str]:
     """Add the cuts that rules ask for and that were not found; their names."""
     why = "tensor_rules"
     added = []
-    for name, how in finder.asked.items():
+    for name, how in finder.rules.items():
         if how == "whole" or (name in finder.cuts and finder.cuts[name].how == how):
             continue
         if how == "heads" and any(cut.group == name for cut in finder.cuts.values()):

@@ -23,11 +23,11 @@ from shoal.tensor.search.trial_pass import Trace, undisturbed
 Sums = dict[str, list[Tensor]]
 
 
-def check_between(model: nn.Module, trace: Trace, asked: list[Cut]) -> None:
+def check_between(model: nn.Module, trace: Trace, cuts: list[Cut]) -> None:
     """Refuse what would go wrong unseen between columns and rows: learned data, random numbers, data that gets out."""
-    rows = {one.module for one in asked if one.how == "row"}
+    rows = {one.module for one in cuts if one.how == "row"}
     names = {id(p): f"the parameter '{name}'" for name, p in model.named_parameters()}
-    starts = [call for one in asked if one.how == "column" for call in trace.calls(one.module)]
+    starts = [call for one in cuts if one.how == "column" for call in trace.calls(one.module)]
     queue = [tensor for call in starts for tensor in call.outputs]
     between = set(queue)
     events: set[int] = set()
@@ -56,15 +56,15 @@ def check_between(model: nn.Module, trace: Trace, asked: list[Cut]) -> None:
         if event.random:
             reasons.append("a dropout is between them")
     if reasons:
-        parts = ", ".join(f"'{one.module}'" for one in asked[:4])
+        parts = ", ".join(f"'{one.module}'" for one in cuts[:4])
         raise ConfigError(
             f"tensor_rules: {parts} cannot be cut: {reasons[0]}; change that, or take them out of the rules."
         )
 
 
-def prove(model: nn.Module, run: Callable[[], object], asked: list[Cut], degree: int) -> None:
+def prove(model: nn.Module, run: Callable[[], object], cuts: list[Cut], degree: int) -> None:
     """Refuse columns and rows that do not fit together."""
-    lines = [one for one in asked if one.how in ("column", "row")]
+    lines = [one for one in cuts if one.how in ("column", "row")]
     if not lines:
         return
     names = ", ".join(f"'{one.module}'" for one in lines[:4])

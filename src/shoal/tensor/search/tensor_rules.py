@@ -20,7 +20,7 @@ def match_rules(model: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
     >>> match_rules(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"*": "whole", "1": "column"})
     {'0': 'whole', '1': 'column'}
     """
-    asked: dict[str, str] = {}
+    matched: dict[str, str] = {}
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, how in rules.items():
         if how not in HOWS:
@@ -34,11 +34,11 @@ def match_rules(model: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
             )
         for name in names:
             if how == "whole":
-                asked.update({below: how for below in modules if f"{below}.".startswith(f"{name}.")})
+                matched.update({below: how for below in modules if f"{below}.".startswith(f"{name}.")})
             else:
                 _fits(name, modules[name], how)
-                asked[name] = how
-    return asked
+                matched[name] = how
+    return matched
 
 
 def _example(modules: Mapping[str, nn.Module]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal.balance.base import Balance, Basis, Sharer
 from shoal.balance.deal import slowest
-from shoal.balance.remembered import check_speeds, default_path, keep, key_of, recall
+from shoal.balance.remembered import check_speeds, default_path, keep, key_of, stored_speeds
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.exchange.contract import Exchange
@@ -54,7 +54,8 @@ class MemoryHeadroom:
 
     def __init__(self, neighbours: int) -> None:
         """`neighbours`: workers of this host."""
-        self._before, self._neighbours = peak_memory(), neighbours
+        self._before = peak_memory()
+        self._neighbours = neighbours
         self._largest = 0.0
 
     def most(self, samples: float) -> float:
@@ -83,8 +84,11 @@ class Balancing:
         key: str = "",
     ) -> None:
         """`key`: under which speeds are kept from run to run, if they are."""
-        self._chosen, self._mesh, self._key = chosen, mesh, key
-        self._loader, self._exchange = loader, exchange
+        self._chosen = chosen
+        self._mesh = mesh
+        self._key = key
+        self._loader = loader
+        self._exchange = exchange
         feed = loader.feed
         self._grain = feed.accumulate
         """Samples are dealt out in so many, one for each micro-batch."""
@@ -194,7 +198,7 @@ class Balancing:
 
 def known_speeds(key: str, world: World) -> tuple[float, ...]:
     """What the first worker remembers of earlier runs, for all: one speed a worker, or nothing. Collective."""
-    found = recall(default_path(), key, world.size) if world.rank == 0 else ()
+    found = stored_speeds(default_path(), key, world.size) if world.rank == 0 else ()
     return tuple(world.gather_values(list(found))[0])
 
 

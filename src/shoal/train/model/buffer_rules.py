@@ -27,7 +27,7 @@ BufferWords = str | Mapping[str, str]
 """One word for all buffers, or words by name pattern."""
 
 
-def words_for(model: nn.Module, asked: BufferWords) -> dict[str, str]:
+def words_for(model: nn.Module, words: BufferWords) -> dict[str, str]:
     """The word of every buffer that has one; the others have none, and are watched.
 
     One word for all leaves batch normalisation alone, which batchnorm= is for. What cannot be averaged takes "first".
@@ -40,16 +40,16 @@ def words_for(model: nn.Module, asked: BufferWords) -> dict[str, str]:
     >>> words_for(model, {"*.book": "sum"})
     {'code.book': 'sum'}
     """
-    check_words(asked)
+    check_words(words)
     buffers = dict(model.named_buffers())
     statistics = set(_statistics(model))
     found = dict.fromkeys(power_vectors(model), "first")
-    if isinstance(asked, str):
+    if isinstance(words, str):
         for name, buffer in buffers.items():
             if name not in statistics and name not in found:
-                found[name] = asked if asked == "own" or _refusal(asked, buffer) is None else "first"
+                found[name] = words if words == "own" or _refusal(words, buffer) is None else "first"
         return found
-    for pattern, word in asked.items():
+    for pattern, word in words.items():
         matched = [name for name in buffers if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(
@@ -63,13 +63,13 @@ def words_for(model: nn.Module, asked: BufferWords) -> dict[str, str]:
     return found
 
 
-def check_words(asked: BufferWords) -> None:
+def check_words(words: BufferWords) -> None:
     """Refuse what is not one of the words."""
-    if not isinstance(asked, str | Mapping):
+    if not isinstance(words, str | Mapping):
         raise ConfigError(
-            f'buffers= is a {type(asked).__name__}; give a word, or a dict such as {{"*.codebook": "mean"}}.'
+            f'buffers= is a {type(words).__name__}; give a word, or a dict such as {{"*.codebook": "mean"}}.'
         )
-    for word in [asked] if isinstance(asked, str) else asked.values():
+    for word in [words] if isinstance(words, str) else words.values():
         if word not in WORDS:
             raise ConfigError(f"buffers: '{word}'; it is one of {', '.join(WORDS)}.")
 

@@ -28,11 +28,11 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 INDUCTOR = "inductor"
 
 
-def compiler_for(asked: bool | str) -> Compiler | None:
+def compiler_for(wanted: bool | str) -> Compiler | None:
     """What `compile=` asks for: True is torch's own backend, a text names another one."""
-    if asked is False:
+    if wanted is False:
         return None
-    backend = INDUCTOR if asked is True else asked
+    backend = INDUCTOR if wanted is True else wanted
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"compile='{backend}': torch has no such backend; it is one of {', '.join(known)}.")

@@ -118,9 +118,9 @@ class TrainedSet:
         # Hooks may come after the run was made. To ask every parameter takes too long for a short step: a few do.
         everybody, count = self._parameters, len(self._parameters)
         start = self._step * AT_A_TIME % max(count, 1)
-        asked = everybody if self._fixed or self._step == 0 else everybody[start : start + AT_A_TIME]
+        checked = everybody if self._fixed or self._step == 0 else everybody[start : start + AT_A_TIME]
         self._step += 1
-        for name, parameter, learned in asked:
+        for name, parameter, learned in checked:
             if gradient_hooks_of(parameter):
                 self._rules.check_parameter(name, parameter)
             if self._fixed and parameter.requires_grad != learned:

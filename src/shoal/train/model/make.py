@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal import seeds
-from shoal.deferred_init import CannotDefer, build_lazily
+from shoal.deferred_init import CannotDefer, build_deferred
 from shoal.errors import ConfigError
 from shoal.world.world import World
 
@@ -21,9 +21,9 @@ MODEL = "give an nn.Module or a function of no arguments that returns one."
 
 
 def make_model(
-    given: nn.Module | MakeModel, seed: int, dtype: torch.dtype | None, lazily: bool
+    given: nn.Module | MakeModel, seed: int, dtype: torch.dtype | None, deferred: bool
 ) -> tuple[nn.Module, Values | None]:
-    """The model in training mode, whole; or, `lazily` and where that can be done, without memory: then a function
+    """The model in training mode, whole; or, `deferred` and where that can be done, without memory: then a function
     gives the initial value of one tensor at a time. With a factory, initial values are keyed by name."""
     if isinstance(given, nn.Module):
         return _typed(given, dtype), None
@@ -34,9 +34,9 @@ def make_model(
             raise ConfigError(f"model= made a {type(made).__name__}; {MODEL}")
         return made
 
-    if lazily:
+    if deferred:
         try:
-            found = build_lazily(make, seed)
+            found = build_deferred(make, seed)
         except CannotDefer:
             pass  # a factory that looks at values as it makes them: then the whole model it is
         else:

@@ -39,7 +39,8 @@ class RandomStreams:
         """A forward pass of micro-batch `micro` of a step comes next."""
         seeds.set_step_stream(self.seed, step, micro)
         if self._hooks:
-            self._at, self._calls = (step, micro), {}
+            self._at = (step, micro)
+            self._calls = {}
         if self.watching:
             self._state = _generators()
 
@@ -63,7 +64,8 @@ class RandomStreams:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-        self.watching, self._decided = False, by_module
+        self.watching = False
+        self._decided = by_module
 
     def _note(self) -> None:
         if not self._drawn and self._state is not None:

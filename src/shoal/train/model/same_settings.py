@@ -20,7 +20,7 @@ def agree_on_settings(settings: Mapping[str, Any], world: World) -> None:
     """Refuse settings that differ between ranks: values, which functions are given, how long the data is."""
     if world.size == 1:
         return
-    mine = [[name, _told(value)] for name, value in settings.items() if name not in _EACH_ITS_OWN]
+    mine = [[name, _text_of(value)] for name, value in settings.items() if name not in _EACH_ITS_OWN]
     everyone = world.gather_values(mine)
     for rank, theirs in enumerate(everyone):
         for (name, first), (_, other) in zip(everyone[0], theirs, strict=True):
@@ -31,10 +31,10 @@ def agree_on_settings(settings: Mapping[str, Any], world: World) -> None:
                 )
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """A setting in words that do not depend on the process.
 
-    >>> _told(0.5), _told(None), _told({"acc": print}), _told(print), _told([1, 2])
+    >>> _text_of(0.5), _text_of(None), _text_of({"acc": print}), _text_of(print), _text_of([1, 2])
     ('0.5', 'None', 'acc', 'a function', '2 entries')
     """
     if value is None or isinstance(value, bool | int | float | str):

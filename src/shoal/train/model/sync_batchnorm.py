@@ -100,7 +100,8 @@ class _Workers:
     """Who normalises together. A copy of a model, such as a running average of it, belongs to the same workers."""
 
     def __init__(self, world: World, presence: Presence) -> None:
-        self.world, self.presence = world, presence
+        self.world = world
+        self.presence = presence
 
     def __deepcopy__(self, _: object) -> _Workers:
         return self
@@ -231,7 +232,9 @@ class _Normalise(torch.autograd.Function):
         scale = inverse if weight is None else (inverse * weight).to(precise)
         shift = torch.zeros_like(mean) if bias is None else bias.to(precise)
         ctx.save_for_backward(x, mean, inverse, scale)
-        ctx.count, ctx.workers, ctx.counts = count, workers, counts
+        ctx.count = count
+        ctx.workers = workers
+        ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
         centred = x - _spread(mean, x)
         return torch.addcmul(_spread(shift, x), centred, _spread(scale, x)).to(x.dtype)

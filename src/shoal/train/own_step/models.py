@@ -42,7 +42,7 @@ def make_models(given: Mapping[str, nn.Module | MakeModel], seed: int, dtype: ob
         return made
 
     built = all(isinstance(one, nn.Module) for one in given.values())
-    models, _ = make_model(make() if built else make, seed, dtype, lazily=False)  # type: ignore[arg-type]
+    models, _ = make_model(make() if built else make, seed, dtype, deferred=False)  # type: ignore[arg-type]
     assert isinstance(models, Models)
     for module, mode in zip(models.modules(), modes, strict=True):
         module.training = mode

@@ -68,7 +68,9 @@ class Checkpoints:
     """The checkpoints of one run. Every rank has this and calls it alike."""
 
     def __init__(self, context: StepContext, plan: str, config: CheckpointConfig) -> None:
-        self._context, self._plan, self._config = context, plan, config
+        self._context = context
+        self._plan = plan
+        self._config = config
         self._saver: Saver | None = None
         self._peers: Peers | None = None
         self._copiers: list[Copier] = []
@@ -230,13 +232,15 @@ class Checkpoints:
             restore_optimizer(context.whole, reader)
         restore_owned(context.whole, reader)
         if context.scale.dynamic and state["scale"] is not None:
-            context.scale.value, context.scale.good_steps = state["scale"], state["good_steps"]
+            context.scale.value = state["scale"]
+            context.scale.good_steps = state["good_steps"]
         context.count_per_sample = state["count_per_sample"]
         if len(state.get("numbers", ())) == context.mesh.data.size:
             own = state["numbers"][context.mesh.data.rank]
             context.count_per_sample = own.get("count_per_sample", context.count_per_sample)
             if context.scale.dynamic and own.get("scale") is not None:
-                context.scale.value, context.scale.good_steps = own["scale"], own["good_steps"]
+                context.scale.value = own["scale"]
+                context.scale.good_steps = own["good_steps"]
             context.exchange.load_numbers(own)
         by_module = state.get("streams", {}).get("by_module")
         if by_module is not None:

@@ -97,7 +97,8 @@ class Averages:
         made = make_average(given)
         self.name = made[0] if made else ""
         self._rule = made[1] if made else None
-        self._exchange, self._data = exchange, data
+        self._exchange = exchange
+        self._data = data
         self._updates = 0
         self._parts: dict[str, tuple[int, torch.Tensor]] = {}
         """Of which parameters this worker has the average: from which element on, and its numbers."""
@@ -228,7 +229,8 @@ class Averages:
         if address == self._address and self._address:
             return
         self._address = address
-        before, self._parts = self._parts, {}
+        before = self._parts
+        self._parts = {}
         shards = {shard.name: shard for shard in self._shards()}
         pieces: list[LocalShard] = []
         for name, (start, stop) in self._shares.items():
@@ -238,7 +240,8 @@ class Averages:
             whole = stop - start == held.tensor.numel()
             value = held.tensor if whole else held.tensor.view(-1)[start:stop]
             pieces.append(LocalShard(name, held.start + start, value))
-        self._values, self._averages = [], []
+        self._values = []
+        self._averages = []
         for run in _runs(pieces):
             self._lay_out(run, before)
         self._converts = any(v.dtype != a.dtype for v, a in zip(self._values, self._averages, strict=True))

@@ -59,7 +59,7 @@ class StopRequest:
 
     def reached(self, done: int) -> bool:
         """Whether the run ends here, after so many steps: on all ranks alike."""
-        if not self.number and not self._told():
+        if not self.number and not self._requested():
             return False
         store = self._world.store
         if store is None or self._world.size == 1:
@@ -80,7 +80,7 @@ class StopRequest:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.number)
 
-    def _told(self) -> bool:
+    def _requested(self) -> bool:
         """Whether another rank has had a signal."""
         store = self._world.store
         if not self._listens or store is None or monotonic() - self._looked < _LOOK_SECONDS:

@@ -111,6 +111,8 @@ class Staging:
         self._next(tensor.dtype)
         pairs = (len(chunks) + 1) // 2
         for turn in range(pairs + 1):
+            # Rank 0 leads even chunks and rank 1 odd ones; in a turn a rank lays out one, finishes the one it led a
+            # turn ago, and adds to the one that the other has just laid out.
             led, theirs, done = 2 * turn + self.rank, 2 * turn + 1 - self.rank, 2 * turn - 2 + self.rank
             if led < len(chunks):
                 slots[led].copy_(chunks[led])
@@ -135,6 +137,8 @@ class Staging:
         last = self.size - 1
         chunks, slots = self._chunks(tensor)
         combine = combiner(op, size if me == last else 1)
+        # Needs are relative to this rank's own counter: the rank before must be one round ahead, and the last may be up
+        # to size - 1 rounds behind.
         adds = [(me - 1, 1)] if me > 0 else []
         copies = [(peer, 1 - size) for peer in (self.peers if me == 0 else [last] if me < last else [])]
         steps = range(len(chunks) + size)
@@ -167,6 +171,7 @@ class Staging:
                 areas[self.rank][peer * step : peer * step + count].copy_(inputs[peer][start : start + step])
             yield None
             parts = [area[self.rank * step : self.rank * step + count] for area in areas]
+            # One's own part need not go through shared memory.
             parts[self.rank] = inputs[self.rank][start : start + step]
             self._reduce(op, parts, target)
 
@@ -215,6 +220,8 @@ class Staging:
             areas[self.rank][: piece.numel()].copy_(piece)
             yield None
             if outputs:
+                # Only once: the rank's own output is whole after the first round. An in-place all-gather has it there
+                # already.
                 if start == 0 and outputs[self.rank].data_ptr() != data.data_ptr():
                     copy(outputs[self.rank], data)
                 for peer in self.peers:

@@ -127,6 +127,7 @@ class Flags:
         self._sleeps = [peer * _STRIDE + _SLEEPS for peer in peers]
         self._crowded = size > len(os.sched_getaffinity(0))
         self._fence = threading.Lock()
+        # One structure for all sleeps: making a ctypes object costs more than a poll.
         self._pause = _Timespec(0, int(_LOOK * 1e9))
         libc = ctypes.CDLL(None)
         self._futex = libc.syscall
@@ -146,6 +147,8 @@ class Flags:
         """Beside the next round that is published stands which collective it begins."""
         self.calls = calls = self.calls + 1
         self._called = call = call | (calls & 3) << SEQUENCE
+        # Two places in turn: a rank one collective ahead writes its next call while a slow one still compares this one.
+        # The low bits of the count tell two equal calls one after the other apart.
         self._words[self._my_call + (calls & 1)] = call
 
     def compare(self) -> None:
@@ -194,6 +197,8 @@ class Flags:
             pass
         for sleeps in self._sleeps:
             mark = words[sleeps]
+            # The mark is target * size + rank (see `_wait`): wake only who sleeps on this rank, and only if it is far
+            # enough.
             if mark and mark % self.size == self.rank and mark // self.size <= self.count:
                 word = self._address + 8 * self._mine
                 self._futex(_SYS_FUTEX, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
@@ -228,6 +233,8 @@ class Flags:
         next_look = now + _LOOK
         what.deadline = min(what.deadline, now + what.timeout)
         end = min(what.deadline, what.until)
+        # The mark is set before the counter is read again, the counter published before marks are read (`publish`): one
+        # of both sees the other, so no wake-up is lost.
         words[self._my_sleep] = target * self.size + counter // _STRIDE
         try:
             while (seen := words[counter]) < target:
@@ -256,6 +263,7 @@ class Flags:
                 raise GroupLost(
                     f"rank {peer} (pid {pid}) has aborted the group that rank {self.rank} waits in for {what.name}"
                 )
+            # A pid can be used again by another process; its start time tells.
             if not pid or not late or _start_time(pid) == words[peer * _STRIDE + _START]:
                 continue
             if words[peer * _STRIDE + _COUNTER] < goal:  # it may have published just before it ended

@@ -74,6 +74,7 @@ class SharedRegion:
             answers = [f"{nbytes / 1e6:.1f} MB on rank 0: {error}"]
             store.set(f"{name}/path", "")
         try:
+            # All or none: a rank without the region would wait for rounds that others publish in it.
             answers += [store.get(f"{name}/answer{peer}").decode() for peer in range(1, size)]
         finally:
             if fd >= 0:
@@ -159,6 +160,7 @@ def host_key(name: str = "") -> str:
     parts = [name or socket.gethostname(), os.uname().machine]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    # Containers of one machine share boot id and perhaps host name, but not the namespaces that memory is found by.
     for space in ("net", "pid", "ipc"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{space}"))

@@ -134,6 +134,7 @@ class SharedWork(Work):
             self.done = True
             future = self._future
             bell = self._bell
+        # Outside of the lock: whoever wakes may take it at once.
         if bell is not None:
             bell.set()
         return future is not None
@@ -171,6 +172,7 @@ class Driver:
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        # The worker thread holds only a weak reference; when the driver is collected, False ends the thread.
         weakref.finalize(self, self._bell.put, False)
 
     def run(self, work: SharedWork) -> None:
@@ -178,6 +180,7 @@ class Driver:
         if self._in_callback and self._is_callback():
             self._complete(work, patient=True)
             return
+        # Fast path: nothing queued and nobody drives, so the caller runs its collective without a queue or a thread.
         if not self._queue and self._driving.acquire(blocking=False):
             try:
                 if not self._queue:
@@ -197,6 +200,7 @@ class Driver:
         alone = False
         if self._driving.acquire(blocking=False):
             try:
+                # Publish at once if nothing is ahead: peers can go on, though nobody here waits yet.
                 alone = len(self._queue) == 1 and self._queue[0] is work
                 if alone:
                     self._start(work)
@@ -276,12 +280,14 @@ class Driver:
                 work.settle()
 
     def _drive_first(self, patient: bool, until: float = math.inf) -> None:
+        # Read, not popped: until it is over, `issue` has to see that it is not the first.
         work = self._queue[0]
         work.until = until
-        asked = self._complete(work, patient)
+        has_future = self._complete(work, patient)
         self._queue.popleft()
-        if asked:
-            outer, self._in_callback = self._in_callback, threading.get_ident()
+        if has_future:
+            outer = self._in_callback
+            self._in_callback = threading.get_ident()
             try:
                 work.settle()
             finally:
@@ -295,6 +301,7 @@ class Driver:
                 work.needs = next(
                     work.rounds, None
                 )  # what has no rounds has one nevertheless, to be compared in
+                # Call before counter: who sees the counter finds the call beside it.
                 self._flags.say(work.call)
                 self._flags.publish()
             except BaseException as error:

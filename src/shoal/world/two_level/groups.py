@@ -78,7 +78,7 @@ class Seating:
         return other.host, other.place
 
 
-class Reach:
+class HierarchicalGroups:
     """This worker's groups: two within its host, and two with those who have its place on other hosts."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Reach:
             self._here[1].broadcast([data], _now(from_rank(self._seating.seat(source)[1]))).wait()
 
 
-def meet(store: Store, label: str, seating: Seating) -> Reach:
+def meet(store: Store, label: str, seating: Seating) -> HierarchicalGroups:
     """Make the groups; every rank of the seating calls it."""
     # A store's connection is busy while someone waits for a key, and the caller's thread may need it meanwhile.
     own = PrefixStore(label, store.clone())  # type: ignore[attr-defined]  # torch does not declare it
@@ -152,7 +152,7 @@ def meet(store: Store, label: str, seating: Seating) -> Reach:
         gloo_group(PrefixStore(name, place), seating.host, len(seating.hosts), TIMEOUT)
         for name in ("sums", "parts")
     )
-    return Reach(seating, here, (first, second))
+    return HierarchicalGroups(seating, here, (first, second))
 
 
 def _within(store: Store, seating: Seating) -> tuple[SharedMemoryGroup, SharedMemoryGroup] | None:

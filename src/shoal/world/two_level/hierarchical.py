@@ -27,7 +27,7 @@ from shoal.torch_private import Store
 from shoal.world.hosts import group_ranks
 from shoal.world.shm.collectives import pieces
 from shoal.world.shm.flatten import numbers, numbers_and_back
-from shoal.world.two_level.groups import Reach, Seating, meet
+from shoal.world.two_level.groups import HierarchicalGroups, Seating, meet
 from shoal.world.two_level.stage_threads import StagedTask, Stages, Step
 
 BORDER = 128 << 10
@@ -37,12 +37,12 @@ CHUNK = 2 << 20
 """Bytes that go through the stages at once: with several pieces under way, memory and network work together."""
 
 
-def as_levels(hosts: Sequence[str]) -> list[list[int]] | None:
+def equal_hosts(hosts: Sequence[str]) -> list[list[int]] | None:
     """The ranks of each host, where two levels are of use: several hosts with as many workers, more than one each.
 
-    >>> as_levels(["a", "b", "a", "b"])
+    >>> equal_hosts(["a", "b", "a", "b"])
     [[0, 2], [1, 3]]
-    >>> as_levels(["a", "a", "b"]) is None and as_levels(["a", "b"]) is None and as_levels(["a", "a"]) is None
+    >>> equal_hosts(["a", "a", "b"]) is None and equal_hosts(["a", "b"]) is None and equal_hosts(["a", "a"]) is None
     True
     """
     found = group_ranks(hosts)
@@ -50,26 +50,29 @@ def as_levels(hosts: Sequence[str]) -> list[list[int]] | None:
     return found if len(found) > 1 and len(counts) == 1 and min(counts) > 1 else None
 
 
-class Levels:
+class HierarchicalCollectives:
     """The collectives of one group. Each returns at once and goes on by itself."""
 
     def __init__(self, store: Store, label: str, hosts: list[list[int]], rank: int) -> None:
         self.seating = Seating.of(hosts, rank)
         self._store = store
         self._label = label
+        # Four stages, four threads: a chunk can be in each of them at once, so shared memory and network work together.
         self._stages = Stages(4, f"shoal-levels-{rank}")
         self._lock = threading.Lock()
-        self._reach: Reach | None = None
+        self._groups: HierarchicalGroups | None = None
         self._met = False
 
     def all_reduce(self, tensor: Tensor) -> StagedTask:
         """Sum over all ranks, in place."""
         flat, last = numbers_and_back(tensor)
         size = self.seating.size
+        # A multiple of the number of ranks: every rank sums an equal part of each chunk.
         step = max(CHUNK // flat.itemsize // size, 1) * size
         steps: list[list[Step]] = []
         for chunk in pieces(flat, step):
             spare = -chunk.numel() % size
+            # Only the last chunk can be short. Zeros change no sum and are not copied back.
             padded = torch.cat([chunk, chunk.new_zeros(spare)]) if spare else chunk
             parts = padded.chunk(size)
             one = [*self._sum(parts, parts[self.seating.rank]), *self._gather(parts)]
@@ -82,6 +85,7 @@ class Levels:
         whole = numbers(tensor)
         steps: list[list[Step]] = []
         for target, parts in self._pieces(flat, whole):
+            # Four steps even where two do nothing: the stages keep collectives in the order they were issued.
             steps.append([*self._sum(parts, target), _nothing, _nothing])
         return self._hand_in(steps, last)
 
@@ -110,17 +114,18 @@ class Levels:
         with self._lock:
             if not self._met:
                 self._met = True
+                # Groups are made by the first task and on its thread, since making them waits for all other ranks.
                 self._stages.hand_in([self._meet, _nothing, _nothing, _nothing])
             for steps in all_steps[:-1]:
                 self._stages.hand_in(steps)
             return self._stages.hand_in([*all_steps[-1][:-1], _all_of([all_steps[-1][-1], *last])])
 
     def _meet(self) -> None:
-        self._reach = meet(self._store, self._label, self.seating)
+        self._groups = meet(self._store, self._label, self.seating)
 
-    def _there(self) -> Reach:
-        assert self._reach is not None  # the first work in the line has seen to it
-        return self._reach
+    def _there(self) -> HierarchicalGroups:
+        assert self._groups is not None  # the first work in the line has seen to it
+        return self._groups
 
     def _pieces(self, one: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """A slice, and all slices of the whole, cut alike so that all slices together make a chunk."""
@@ -131,6 +136,7 @@ class Levels:
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> list[Step]:
         """The first two stages: `out` becomes the sum of everybody's part for this rank."""
+        # Hands the result of the first stage to the second; filled when that runs.
         rows: list[Tensor] = []
         return [
             lambda: rows.append(self._there().sum_here(parts)),
@@ -154,27 +160,27 @@ class Routes:
 
     turn: int = 0
     """How often this worker had opened a world before: what is agreed on then is not mistaken for what is now."""
-    _made: dict[str, Levels] = field(default_factory=dict)
+    _made: dict[str, HierarchicalCollectives] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(
         self, name: str, store: Store, hosts: Sequence[str], members: Sequence[int], rank: int
-    ) -> Levels | None:
+    ) -> HierarchicalCollectives | None:
         """The levels of the group of that name; None where there is one level only."""
-        by_host = as_levels(hosts)
+        by_host = equal_hosts(hosts)
         if by_host is None:
             return None
         label = f"shoal/levels/{self.turn}/{name}/{members[0]}"
         with self._lock:
             if label not in self._made:
-                self._made[label] = Levels(store, label, by_host, rank)
+                self._made[label] = HierarchicalCollectives(store, label, by_host, rank)
             return self._made[label]
 
     def close(self) -> None:
         """Let all their threads end."""
         with self._lock:
-            for levels in self._made.values():
-                levels.close()
+            for hierarchical in self._made.values():
+                hierarchical.close()
             self._made.clear()
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from shoal.deferred_init import CannotDefer, build_lazily
+from shoal.deferred_init import CannotDefer, build_deferred
 from shoal.deferred_init.log import DeferredOperation, Log, TensorView
 from shoal.seeds import build_by_name, set_stream
 from shoal.testing import toys
@@ -41,11 +41,11 @@ def check(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
     """Each tensor of the lazy model has the shape, flags and value of that of the whole one; the lazy model."""
     whole = tensors(build_by_name(make, seed))
     before = torch.get_rng_state()
-    lazily = build_lazily(make, seed)
-    lazy = tensors(lazily.model)
+    deferred = build_deferred(make, seed)
+    lazy = tensors(deferred.model)
     assert list(whole) == list(lazy)
     for name in reversed(whole):  # another order than that of creation
-        expected, meta, value = whole[name], lazy[name], lazily.value(name)
+        expected, meta, value = whole[name], lazy[name], deferred.value(name)
         assert meta.is_meta
         assert (meta.dtype, meta.size(), meta.stride()) == (
             expected.dtype,
@@ -60,7 +60,7 @@ def check(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
         [a is b for b in lazy.values()] for a in lazy.values()
     ]
     assert torch.equal(torch.get_rng_state(), before)
-    return lazily.model
+    return deferred.model
 
 
 class Everything(nn.Module):
@@ -276,10 +276,10 @@ def test_other_default_dtypes_and_devices() -> None:
 
     check(make)
     with torch.device("meta"):
-        assert build_lazily(lambda: nn.Linear(3, 3), 0).model.weight.is_meta
-    lazily = build_lazily(make, 3)
+        assert build_deferred(lambda: nn.Linear(3, 3), 0).model.weight.is_meta
+    deferred = build_deferred(make, 3)
     with torch.device("meta"):
-        assert lazily.value("ratio").device.type == "cpu"
+        assert deferred.value("ratio").device.type == "cpu"
 
 
 def test_two_parameters_on_one_storage_still_share_it() -> None:
@@ -306,7 +306,7 @@ def test_tensors_outside_parameters_and_buffers_are_real() -> None:
         kept.append(torch.randn(200, 200))
         return model
 
-    whole, model = build_by_name(make, 0), build_lazily(make, 0).model
+    whole, model = build_by_name(make, 0), build_deferred(make, 0).model
     assert torch.equal(model.scale, whole.scale)
     assert model.constant.min() == 1
     assert model.weight.note == "mine"
@@ -314,13 +314,13 @@ def test_tensors_outside_parameters_and_buffers_are_real() -> None:
 
 
 def test_values_are_new_each_time() -> None:
-    lazily = build_lazily(lambda: Everything(8), 0)
+    deferred = build_deferred(lambda: Everything(8), 0)
     for name in ("linear.weight", "numbers", "numpy"):
-        first = lazily.value(name).clone()
-        lazily.value(name).zero_()
-        assert torch.equal(lazily.value(name), first)
+        first = deferred.value(name).clone()
+        deferred.value(name).zero_()
+        assert torch.equal(deferred.value(name), first)
     with pytest.raises(KeyError, match=r"linear\.weigth"):
-        lazily.value("linear.weigth")
+        deferred.value("linear.weigth")
 
 
 def with_hook() -> nn.Module:
@@ -353,7 +353,7 @@ def resized() -> nn.Module:
 def test_what_cannot_be_deferred_is_said(make: Callable[[], nn.Module], reason: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(CannotDefer, match=reason):
-        build_lazily(make, 0)
+        build_deferred(make, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -361,14 +361,14 @@ def test_a_model_from_before_is_refused_and_left_as_it_was() -> None:
     ready = nn.Linear(200, 200)
     before = copy.deepcopy(ready)
     with pytest.raises(CannotDefer, match=r"0\.weight existed before"):
-        build_lazily(lambda: nn.Sequential(ready, nn.Linear(200, 200)), 0)
+        build_deferred(lambda: nn.Sequential(ready, nn.Linear(200, 200)), 0)
     assert torch.equal(ready.weight, before.weight)
 
 
 def test_a_builder_that_keeps_its_model_keeps_one_with_values() -> None:
     makes = [functools.cache(lambda: nn.Linear(200, 200)) for _ in range(2)]
     with pytest.raises(CannotDefer, match="weight existed before"):
-        build_lazily(makes[0], 0)
+        build_deferred(makes[0], 0)
     assert torch.equal(build_by_name(makes[0], 0).weight, build_by_name(makes[1], 0).weight)
 
 
@@ -421,7 +421,7 @@ def test_any_program_gives_the_same_values(steps: list[tuple[str, int, int]], wi
 MEMORY = """
 import resource, sys, torch
 from torch import nn
-from shoal.deferred_init import build_lazily
+from shoal.deferred_init import build_deferred
 
 def make(width=512, layers=10, greedy=sys.argv[1] == "greedy"):
     layer = nn.TransformerEncoderLayer(width, 8, 8 * width, batch_first=True)
@@ -433,18 +433,18 @@ def make(width=512, layers=10, greedy=sys.argv[1] == "greedy"):
     model.register_buffer("mask", torch.ones(4 * width, 4 * width).tril())
     return model
 
-def values(lazily):
-    named = (*lazily.model.named_parameters(), *lazily.model.named_buffers())
-    return sum(lazily.value(name).nbytes for name, _ in named) / 2**20
+def values(deferred):
+    named = (*deferred.model.named_parameters(), *deferred.model.named_buffers())
+    return sum(deferred.value(name).nbytes for name, _ in named) / 2**20
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-values(build_lazily(lambda: make(8, 1), 0))  # what torch loads when it is first used is not the model's
+values(build_deferred(lambda: make(8, 1), 0))  # what torch loads when it is first used is not the model's
 before = peak()
-lazily = build_lazily(make, 0)
+deferred = build_deferred(make, 0)
 built = peak()
-print(values(lazily), built - before, peak() - before)
+print(values(deferred), built - before, peak() - before)
 """
 
 

@@ -92,7 +92,7 @@ COUNTS = (BORDER // 4 + 1, 40_961, 65_537 * 2)
 
 
 def every_collective(world: World) -> list[str]:
-    assert world.levels is not None
+    assert world.hierarchical is not None
     wrong = []
     cases = [(n, c, t) for n in COLLECTIVES for c in COUNTS for t in (torch.float32, torch.float64)]
     for number, (name, count, dtype) in enumerate(cases):
@@ -160,7 +160,12 @@ def worlds_of_a_world(world: World) -> list[Any]:
     ones = [torch.ones(BORDER) for _ in range(4)]
     for handle in [w.all_reduce(t) for w, t in zip((world, other, four, again), ones, strict=True)]:
         handle.wait()
-    kinds = [again.levels is world.levels, other.levels is world.levels, four.levels is None, four.size]
+    kinds = [
+        again.hierarchical is world.hierarchical,
+        other.hierarchical is world.hierarchical,
+        four.hierarchical is None,
+        four.size,
+    ]
     return [*kinds, *(int(one[0]) for one in ones)]
 
 
@@ -175,7 +180,7 @@ def an_axis_of_a_mesh(world: World) -> tuple[bool, float]:
     data = Mesh.open(world, tensor=2).data
     tensor = torch.full((BORDER,), float(world.rank))
     data.all_reduce(tensor).wait()
-    return data.levels is not None, float(tensor[0])
+    return data.hierarchical is not None, float(tensor[0])
 
 
 def test_an_axis_of_a_mesh() -> None:
@@ -186,7 +191,7 @@ def test_an_axis_of_a_mesh() -> None:
 def without_levels(world: World) -> tuple[bool, float]:
     tensor = torch.ones(BORDER)
     world.all_reduce(tensor).wait()
-    return world.levels is None, float(tensor.sum())
+    return world.hierarchical is None, float(tensor.sum())
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b"], ["a", "a"]])

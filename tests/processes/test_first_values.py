@@ -56,7 +56,7 @@ def work(world: World, hosts: Hosts, where: list[int], keys: Path, fault: str) -
     parts = toy_parts(unjoined, TOYS["stack"], f"ps(bucket_mb=0.01, at={at}, keys={keys})")
     exchange = parts.exchange
     link = exchange.link  # type: ignore[attr-defined]
-    wire = link._post.wire
+    wire = link._transport.wire
     if rank == 1 and fault == "unreachable":
         link._address = NOBODY
     elif rank == 1 and fault == "empty":
