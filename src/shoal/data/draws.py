@@ -170,6 +170,7 @@ class Watch:
             self._watched = tuple(generator for generator in self._watched if generator not in drawn)
             keyed = self.keyed
             self.keyed = (*self.keyed, *drawn)
+            # What it drew came from no key: read the sample again, now with these generators keyed.
             return self._again((*keyed, *drawn), before, read)
         for generator in self.keyed:
             generator.restore(before[generator])

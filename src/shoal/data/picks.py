@@ -69,6 +69,8 @@ class Picks:
             mine = self._divide(step, epoch, start, stop)[first : first + self.feed.accumulate]
             counts = tuple(len(ids) > 0 for ids in mine)
         if self.feed.fill and not all(counts):
+            # Some sample, only for its shape: collectives need a backward pass from every worker. Its loss does not
+            # count.
             filler = self._ids(epoch, start, start + 1)
             mine = [ids if len(ids) else filler for ids in mine]
         return epoch, stop - start, mine, counts
@@ -164,6 +166,7 @@ class Picks:
     def _ids(self, epoch: int, low: int, high: int) -> Ids:
         at, begin, ids = self._window
         if at != epoch or low < begin or high > begin + len(ids):
+            # Several steps at once: the permutation is vectorised, and a call has a fixed cost.
             ids = self._order_of(epoch).ids(epoch, low, min(max(high, low + _AHEAD), self._length(epoch)))
             at = epoch
             begin = low

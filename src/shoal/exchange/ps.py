@@ -123,6 +123,7 @@ class Ps(ServedState):
             self.link, self.shards, self.vectors, self.module, self.trained, later=alone
         )
         tables.connect(ToServers(self.link, self._work), self._claim)
+        # The ledger compares it with that of other workers, so a worker with another model is refused at once.
         model: list[list[Plain]]
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         try:
@@ -179,6 +180,7 @@ class Ps(ServedState):
         if not self.begins:
             self.first_values(self.link.run(self._work.wait_ready())["oldest"])
             return
+        # Only the first worker comes here; shards take whatever comes first, so a second would do no harm.
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
         aggregate, code = self._options.aggregate, describe_code(self._compressor)
         hold = self._claim.holds_parts
@@ -231,6 +233,8 @@ class Ps(ServedState):
     def _freshen(self) -> None:
         claim = self._claim
         if self._fresh != claim.step:
+            # `together`: values must hold every step before this one. Else (ssp, asp) whatever the servers have will
+            # do; the ledger has bounded the staleness when it granted the claim.
             self._transfer.fetch(claim.step if claim.together else 0, later=True)
             self._fresh = claim.step
 
@@ -307,6 +311,8 @@ class Ps(ServedState):
                 "settings": settings_of(self.optimizer),
             }
             used = {name for name in self.trained if self._gradient_buckets.used_name(name)}
+            # Ask for the next values with the update itself: it saves a round trip where they would be waited for
+            # anyhow.
             fresh = claim.step + 1 if claim.together and not self._transfer.ahead else None
             self.tables.send("apply", claim.step, args)
             claim.closed = self._transfer.apply(claim.step, args, used, fresh)
@@ -363,6 +369,7 @@ class Ps(ServedState):
         if not self._claim.together:
             self._fresh = -1
         self._saves = self._claim.closed
+        # The link counts since it was made; traffic wants what came since last time.
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent

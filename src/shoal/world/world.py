@@ -130,6 +130,7 @@ class World:
 
     def cut(self, groups: Sequence[Sequence[int]]) -> World:
         """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
+        # A group more would cost memory and threads, and no call could tell it from this one.
         if list(groups[0]) == list(range(self.size)) and isinstance(self.group, SharedMemoryGroup):
             return self  # everybody, who share memory already
         mine = next(ranks for ranks in groups if self.rank in ranks)
@@ -268,6 +269,7 @@ class World:
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()
         longest = max(sizes)
+        # all_gather takes equal parts.
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: text.numel()] = text
         table = torch.zeros(self.size * longest, dtype=torch.uint8)

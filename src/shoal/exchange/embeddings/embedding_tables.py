@@ -52,7 +52,7 @@ class StepClaim(Protocol):
     def together(self) -> bool:
         """Whether all workers do the same step."""
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         """Whether rows of that step may be asked for already."""
 
 
@@ -162,11 +162,11 @@ class Tables(RowTables):
         ]
         return RowRequest(ids, table.terms.dim, table.dtype, parts)
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         said = any(table.module.ids is not None for table in self._tables.values())
-        return said and self._turn is not None and self._turn.foresees(step)
+        return said and self._turn is not None and self._turn.may_prefetch(step)
 
-    def foresee(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
+    def prefetch(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
         """Ask for the rows of the next step's batches, while this worker computes with those of `now`.
 
         Where all parts make one update, the question waits at its server until that is made, and what comes is
@@ -175,8 +175,8 @@ class Tables(RowTables):
         """
         self._coming[step], together = {}, self._together
         for name, table in self._tables.items():
-            ids = table.module.foreseen(coming)
-            mine = None if together else table.module.foreseen(now)
+            ids = table.module.coming_ids(coming)
+            mine = None if together else table.module.coming_ids(now)
             if ids is not None:
                 ids = ids if mine is None else ids[~torch.isin(ids, mine)]
                 self._coming[step][name] = PrefetchedRows.of(self._ask(name, ids, step if together else None))

@@ -80,6 +80,7 @@ class Client:
         request.codec = codec
         queue = self._calls.setdefault(shard, deque())
         queue.append(request)
+        # One call at a time for each shard: the server keeps the outcome of the last one only (Session).
         if len(queue) == 1:
             self._put(request)
         return request
@@ -129,6 +130,7 @@ class Client:
         queue = self._calls.get(shard)
         if (shard, seq) in self._asks:
             self._put(self._asks[shard, seq])
+        # Only the first of the queue has been sent.
         elif queue and queue[0].seq == seq:
             self._put(queue[0])
 
@@ -164,6 +166,7 @@ class Client:
         target = (
             self.view.head(request.shard)
             if request.kind == MessageKind.CALL
+            # Chain replication: updates enter at the head; the tail answers, which knows only what all copies hold.
             else self.view.tail(request.shard)
         )
         near = self._near(target)

@@ -144,6 +144,7 @@ class RowMachine(Machine):
     def _init(self, op: Operation) -> Answer:
         """Replaces everything, before training begins. The first step to come is that of the operation."""
         late = self._terms is not None and self._parts.begun  # of a worker that was thought lost
+        # A late one is still checked, on a machine that is thrown away: every copy must refuse or accept alike.
         (RowMachine() if late else self).begin(TableTerms.of(op.args), op.clock)
         return Answer({})
 
@@ -182,9 +183,11 @@ class RowMachine(Machine):
         slots, new = table.enter(gradient.ids)
         values = table.columns[VALUES]
         steps = table.columns[STEP]
+        # Rows come into being at their first update; before it, a read computes the same first values from the seed.
         if bool(new.any()):
             values.put(slots[new], self._first_rows(gradient.ids[new.numpy()]))
         each = max(1, _CHUNK // self._set.dim)
+        # In pieces: the temporaries of an optimizer step stay in the cache.
         for start in range(0, len(slots), each):
             some = slots[start : start + each]
             part = gradient.rows[start : start + each]
@@ -219,6 +222,7 @@ class RowMachine(Machine):
     def _read(self, op: Operation) -> Answer | None:
         """Rows by id; an id may occur twice. Not before the steps below `applied` are."""
         terms = self._set
+        # None: the question is parked until then.
         if op.args and self._parts.reached < _whole(op, "applied", 0):
             return None
         if op.tensor is None:

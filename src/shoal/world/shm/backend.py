@@ -195,7 +195,8 @@ class SharedMemoryGroup(LocalGroup):
         """
         batch = Batch()
         batch.add(self._ops.reduce_parts(parts, out), out.nbytes)
-        call = word_of(_REDUCE_PARTS, [out[:0]])  # slices may be of other sizes on other ranks
+        # An empty slice, to compare the dtype only: slices may be of other sizes on other ranks.
+        call = word_of(_REDUCE_PARTS, [out[:0]])
         return self._submit("reduce_parts", batch, call, [out], _ISSUED)
 
     # Movements
