@@ -26,6 +26,7 @@ def mark_frozen(
     """
     for index, name in enumerate(names):
         if not used[index] and not trained[name].requires_grad:
+            # So low that the sum is negative even if all others had a gradient, and tells how many have frozen it.
             used[index] = -(workers + 1.0)
 
 

@@ -93,6 +93,7 @@ class RowParts:
         total = torch.zeros(ids.size, self._dim, dtype=self._dtype)
         for one in staged:
             places = torch.from_numpy(np.searchsorted(ids, one.ids))
+            # Ids are unique within a part, so each place is read and written once.
             total.index_copy_(0, places, total.index_select(0, places).add_(one.rows))
         return RowGradient(ids, total)
 

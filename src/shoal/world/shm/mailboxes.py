@@ -43,6 +43,7 @@ class Mailboxes:
         start = (self._rank * self._size + peer) * _WORDS
         with self._lock:
             count = self._words[start]
+            # The tag before the count: a reader that sees the count finds the tag (x86-64 keeps the order of stores).
             self._words[start + 1 + count % RING] = tag
             self._words[start] = count + 1
 
