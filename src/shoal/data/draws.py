@@ -172,6 +172,7 @@ class Watch:
             self.keyed = (*self.keyed, *drawn)
             # What it drew came from no key: read the sample again, now with these generators keyed.
             return self._again((*keyed, *drawn), before, read)
+        # The script's own generators stand as before: reading ahead must not change what it draws.
         for generator in self.keyed:
             generator.restore(before[generator])
         if self._first:

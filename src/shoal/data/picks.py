@@ -60,6 +60,7 @@ class Picks:
             return epoch, stop - start, [], ()
         first = self.feed.first if part is None else part * self.feed.accumulate
         cuts = self._cuts_for(step, stop - start, first)
+        # Contiguous shares are cut without looking at samples: only this worker's ids are computed.
         if cuts is not None:
             bounds, counts = cuts
             low, high = start + bounds[0][0], start + bounds[-1][1]

@@ -88,6 +88,7 @@ class SampledOrder:
 
     def _draw(self, epoch: int) -> Epoch:
         with _keyed(self._sampler, derive(self.seed, "sampler", epoch)):
+            # A batch sampler may hand set_epoch on or not; told twice is told once.
             for holder in layers(self._sampler):
                 if hasattr(holder, "set_epoch"):
                     holder.set_epoch(epoch)

@@ -112,6 +112,8 @@ class Ps(ServedState):
         options = self._options
         tables = self.tables
         alone = self._tier.local.size == 1
+        # Numbers of shards follow from this order, on every worker alike: 0 is the ledger, then dense shards, then
+        # rows.
         sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards), *tables.sizes]
         kinds = ["ledger", *["dense"] * len(self.shards), *[ROWS] * len(tables.shards)]
         terms = (sizes, kinds, options.servers, options.copies, options.patience)
@@ -259,6 +261,7 @@ class Ps(ServedState):
         """Send the unit's sum to the servers, and report the part as done."""
         if self._tier.local.size > 1:
             claim = (self._claim.step, self._claim.part)
+            # Only now: in a host tier the sum of all local workers goes out, once for each bucket.
             for handle in [self._outgoing.stage(bucket, claim, self._micro) for bucket in self.buckets]:
                 handle.wait()
         return self._claim.done(self._mine, expected_count, self._gradient_buckets.bits), self._claim.state()
@@ -267,6 +270,7 @@ class Ps(ServedState):
         claim = self._claim
         if not claim.together or claim.over:  # over: the others have gone on, and there is nothing to add
             return self._mine if claim.part >= 0 else tally
+        # Which parameters had a gradient in any part; the ledger has joined the sets.
         self._gradient_buckets.bits = claim.tally["used"]
         return Tally(claim.tally["total"], claim.tally["count"])
 
@@ -275,6 +279,7 @@ class Ps(ServedState):
 
     def _find_norm(self) -> float:
         claim = self._claim
+        # Each part is clipped by itself where parts are updates of their own.
         if claim.over or not (claim.together or self._compressor):
             return self._own_norm()
         # What comes out of a compressor is known to the servers only.
@@ -314,6 +319,7 @@ class Ps(ServedState):
             # Ask for the next values with the update itself: it saves a round trip where they would be waited for
             # anyhow.
             fresh = claim.step + 1 if claim.together and not self._transfer.ahead else None
+            # Rows and dense shards update side by side; both are waited for before the step is closed.
             self.tables.send("apply", claim.step, args)
             claim.closed = self._transfer.apply(claim.step, args, used, fresh)
             self.tables.settle()
@@ -339,6 +345,7 @@ class Ps(ServedState):
         self._outgoing.forget()
         if not claim.over:
             self.link.run(self._work.everywhere("drop", claim.step, self._named()))
+            # Nothing was applied, so the values that are here are those of the next step.
             self._fresh = claim.step + 1 if claim.together else -1
 
     def abort(self) -> None:
@@ -361,6 +368,7 @@ class Ps(ServedState):
         self._started = False
         self._applied = False
         self._fresh = -1
+        # Under a new number: the servers remember the last call of the old one, and late messages of it may still come.
         self._join(new_id())
 
     def _close_step(self) -> None:

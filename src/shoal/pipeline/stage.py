@@ -223,6 +223,7 @@ class _Run:
         if self.begun or place is None:
             return made(*args, **kwargs)
         self.begun = True
+        # From here on every module runs for real, also one that stood in before the boundary.
         self.before.remove()
         torch.set_grad_enabled(self.grad)
         if self.owner.on_begin is not None:

@@ -137,6 +137,7 @@ class Node:
             "at": now,
             "load": self.load(),
         }
+        # Sent every beat: the next one makes a lost one good.
         self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=sign))
 
     def _take_view(self, view: View, now: float) -> None:

@@ -107,6 +107,7 @@ class World:
             dist.init_process_group(
                 name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT
             )
+        # Through the store, before any group is made: which group is right depends on who shares a host.
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
         world = World(
@@ -266,6 +267,7 @@ class World:
         """The JSON value of every rank, in rank order."""
         if self.group is None:
             return [mine]
+        # JSON, not pickle: what comes from others is data, and nothing in it is run.
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()
         longest = max(sizes)

@@ -201,6 +201,7 @@ class Tables(RowTables):
     def take(self, counts: bool) -> None:
         """A backward pass is over; one of a filler has nothing that counts."""
         for name, table in self._tables.items():
+            # Taken even if they do not count: a filler's rows must not be found by the next pass.
             touched = table.module.take_touched()
             if counts:
                 self._taken[name] += touched
@@ -215,6 +216,8 @@ class Tables(RowTables):
             self._staged.append(gradient)
             self._own[name] = ids
             for shard, mine in table.places(ids):
+                # Sent to every shard, also where it has no rows: a part counts as staged only when all shards have
+                # heard of it.
                 packed = pack(ids.index_select(0, mine), gradient.index_select(0, mine))
                 self.line.stage(shard, claim, packed)
 
@@ -278,6 +281,7 @@ class Tables(RowTables):
 
         answer = ask(-1)()
         while answer.value["count"]:
+            # Before this piece is used: the shard works on the next one meanwhile.
             following = ask(answer.value["last"])
             yield unpack_piece(answer.value, answer.tensor)[1]
             answer = following()

@@ -101,6 +101,7 @@ def merge(streams: Sequence[Iterator[list[torch.Tensor]]]) -> Iterator[list[torc
     """
     held = {stream: piece for stream in streams if (piece := next(stream, None)) is not None}
     while held:
+        # Up to here every stream is known completely, so these rows can be put in order for good.
         bound = min(int(columns[0].view(-1)[-1]) for columns in held.values())
         ready: list[list[torch.Tensor]] = []
         for stream, columns in list(held.items()):

@@ -273,6 +273,8 @@ class Periodic(BucketedExchange):
         counts = self._peers.gather_numbers([self._seen[index]])[:, 0].tolist()
         # Weighted by samples, as one process would; alike where no loss of any worker has counted.
         weight = counts[self._peers.rank] / sum(counts) if sum(counts) else 1 / self._peers.size
+        # Streaming DiLoCo (Douillard et al., 2025): one fragment at a time travels, `delay` steps long, while training
+        # goes on.
         fragment = Travelling(index, due, self._seen[index])
         if self._fragments.delay:
             fragment.resend = {}

@@ -121,6 +121,7 @@ class WorkClaim:
     def done(self, tally: Tally, expected_count: float, used: str) -> bool:
         """The part is computed, and all servers hold its gradient; True if there is another part to compute."""
         self.mine = tally
+        # The learning rate of an update that holds only this part, see `Trained.step`.
         self.share = tally.count / expected_count if self._weighted else 1 / self._terms.parts
         if not self.together:
             return False

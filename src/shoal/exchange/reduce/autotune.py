@@ -63,6 +63,7 @@ class AutoTune(Reducer):
     def settle(self) -> None:
         if self._chosen is not None:
             return
+        # Steps below 0 warm both ways up: first calls allocate and connect.
         if self._step >= 0:
             self._times[self._turn()].append(perf_counter() - self._began)
         self._step += 1

@@ -109,6 +109,8 @@ class Client:
             view = View.from_meta(message.meta)
             if view.epoch < self.view.epoch:
                 # From a new coordinator, maybe, that nobody has told of the later one.
+                # As a witness: a coordinator started anew may have lost all memory of this job, and servers may be gone
+                # that knew.
                 sign = {"role": "witness", "view": self.view.to_meta()}
                 self._send(
                     COORDINATOR, Message(MessageKind.ALIVE, self.view.epoch, client=self.me, meta=sign)
@@ -170,6 +172,7 @@ class Client:
             else self.view.tail(request.shard)
         )
         near = self._near(target)
+        # In shared memory nothing has to cross a wire, so nothing has to be waited for.
         request.weight = 0 if near else request.weight
         # On a slow wire a request is not lost while the bytes before it are still going out.
         ahead = 0 if near else sum(other.weight for other in self._under_way())  # this one among them

@@ -99,6 +99,7 @@ class Dense(Machine):
         return bool(self._done) or (self._shard is not None and bool(self._shard.staged.steps))
 
     def _init(self, op: Operation) -> Answer:
+        # Initial values may come twice; memory is used again, so that workers which have it mapped see the new ones.
         before = None if self._shard is None or self._begun else self._shard.memory
         try:
             clock = natural(op.clock, "the step")
@@ -216,6 +217,7 @@ class Dense(Machine):
     def _take(self, shard: DenseShard, step: int, named: Named) -> torch.Tensor:
         seen = self._seen
         self._seen = None
+        # The sum was made for the norm already; clipping asks first, and the update takes it over.
         if seen is not None and seen[:2] == (step, named):
             shard.staged.forget(step, named.parts)
             return seen[2]

@@ -243,6 +243,7 @@ def source_of(who: int, workers: Mapping[int, Worker]) -> tuple[int, str, bool] 
     source = first[host_of(who)]
     leads = first[host_of(who)] == who
     if leads:
+        # One worker a host, by rank: the nodes of the tree. Others of the host get theirs from that one, in memory.
         order = list(first.values())
         place = order.index(who)
         source = order[(place - 1) // _CHILDREN] if place else who

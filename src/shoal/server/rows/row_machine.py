@@ -169,6 +169,7 @@ class RowMachine(Machine):
         if settings is not None:
             self._optimizer = self._optimizer.with_settings(settings)
         if factor != 1.0:
+            # In place: the sum of several parts is new memory, and a single part goes with this update.
             gradient.rows.mul_(factor)
         if limit is not None:
             gradient.rows.clamp_(-limit, limit)
@@ -252,6 +253,7 @@ class RowMachine(Machine):
     def _squares(self, op: Operation) -> Answer | None:
         """The sum of its squares; of a step whose update is made, the norm that it had."""
         parts = _parts(op)
+        # Another worker was quicker with the update: all go by the norm it used.
         if all(self._parts.is_over(op.clock, part) for part in parts):
             return Answer({"norm": self._parts.norms.get(op.clock)})
         found = self._parts.look(op.clock, parts)

@@ -172,6 +172,8 @@ class Routes:
             return None
         label = f"shoal/levels/{self.turn}/{name}/{members[0]}"
         with self._lock:
+            # One for each process group, though several Worlds may stand for the same: their collectives share its
+            # order.
             if label not in self._made:
                 self._made[label] = HierarchicalCollectives(store, label, by_host, rank)
             return self._made[label]
