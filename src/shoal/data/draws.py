@@ -50,13 +50,13 @@ class TorchGenerator:
         torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def glance(self) -> bytes:
-        """The same: it is quick to say."""
+        """As `state`, which is quick here."""
         return self.state()
 
 
 _HEAD = object.__basicsize__
 _BODY = random.Random.__base__.__basicsize__ - _HEAD  # type: ignore[union-attr]
-"""Of the object in C behind `random`: where its words lie."""
+"""Offset and size of the generator's words in the C object behind `random`."""
 
 
 class PythonGenerator:
@@ -153,7 +153,7 @@ class Watch:
         self._watched: tuple[Generator, ...] = generators
         """Others draw from these as well, or it is not known yet: compared before and after."""
         self._glanced: dict[Generator, Any] = {}
-        """Nobody has drawn from these so far: compared with how they stood last time."""
+        """Generators that have not been drawn from so far: compared with how they stood last time."""
         self._first = True
 
     def __call__(self, read: Callable[[Sequence[Generator]], Given]) -> Given:

@@ -126,7 +126,7 @@ class Loader:
             self._ahead = self._peeked = None
 
     def checksum(self) -> int:
-        """Of an order that a sampler gives: it has to be the same on every worker."""
+        """Checksum of an order that a sampler gives, which has to be the same on every worker."""
         return self._picks.checksum()
 
     @property

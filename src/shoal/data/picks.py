@@ -109,7 +109,7 @@ class Picks:
         return told
 
     def checksum(self) -> int:
-        """Of an order that a sampler gives; 0 of one that follows from the seed."""
+        """Checksum of an order that a sampler gives; 0 for one that follows from the seed."""
         return 0 if self._sampled is None else self._sampled.checksum()
 
     def _track(self, step: int, epoch: int, position: int) -> Track | SampledTrack:

@@ -74,7 +74,7 @@ class SampledOrder:
         return len(self.epoch(epoch).ids)
 
     def checksum(self) -> int:
-        """Of the first epoch, to compare it with that of other workers."""
+        """Checksum of the first epoch, to compare with that of other workers."""
         first = self.epoch(0)
         return int(xxhash.xxh32_intdigest(first.ids.tobytes() + first.ends.tobytes()))
 

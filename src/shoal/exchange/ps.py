@@ -135,7 +135,7 @@ class Ps(ServedState):
             raise
         self.begins = self._tier.unit == 0 and not joined["ready"]
 
-    # Where things lie.
+    # Layout.
 
     def lay_out_again(self, order: list[str]) -> None:
         del order  # where things lie was agreed on with the servers, and sums do not depend on it
@@ -386,7 +386,7 @@ class Ps(ServedState):
     def cost(
         cls, options: PsOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
     ) -> Cost:
-        """Of a worker: what it sends to servers are gradients; what it asks is some hundred bytes a shard besides.
+        """Cost of a worker: it sends gradients to servers, and some hundred bytes a shard to ask for values.
 
         Servers hold values and optimizer state, `copies` times, and gradients that wait for their update.
         """

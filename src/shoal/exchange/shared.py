@@ -147,7 +147,7 @@ class Shared(BucketedExchange):
     def cost(
         cls, options: BucketOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
     ) -> Cost:
-        """Of the host's one copy of the parameters, a worker's share."""
+        """Of the host's one copy of the parameters, each worker counts an equal share."""
         del compressor
         hosts = group_ranks(mesh.data.hosts)
         place = next(ranks for ranks in hosts if mesh.data.rank in ranks)

@@ -25,7 +25,7 @@ class Kept:
     """How an exchange keeps its state: pieces with the tensors the optimizer knows them by."""
 
     shapes: Mapping[str, torch.Size]
-    """Of what this worker and its peers hold between them of each parameter."""
+    """Shape of each parameter, as this worker and its peers hold it between them."""
     buckets: Sequence[Bucket]
     pieces: Sequence[tuple[Piece, torch.Tensor]]
     optimizer: optim.Optimizer

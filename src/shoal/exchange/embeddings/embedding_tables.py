@@ -75,7 +75,7 @@ class Tables(RowTables):
         self._coming: dict[int, dict[str, PrefetchedRows]] = {}
         """By step: what has been asked for ahead."""
         self._known: dict[str, PrefetchedRows] = {}
-        """Of this step."""
+        """Prefetched rows of this step, by table."""
         self._own: dict[str, torch.Tensor] = {}
         """Ids that this worker has changed last."""
         self.names = tuple(self._tables)

@@ -20,11 +20,11 @@ from shoal.server.rows.row_table import RowTable
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """One of them."""
+    """A SparseEmbedding with its shards."""
 
     module: SparseEmbedding
     terms: TableTerms
-    """Of each of its shards."""
+    """The terms of each of its shards."""
     shards: tuple[int, ...]
     """Their numbers."""
 

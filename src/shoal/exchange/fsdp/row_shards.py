@@ -29,11 +29,11 @@ class Part:
     """FSDP2's own record of it."""
     bucket: Bucket
     shape: torch.Size
-    """Of what the workers hold of it between them."""
+    """Shape of the parameter, as the workers hold it between them."""
     held: torch.Tensor
     """The rows that are here: always the same memory. May be empty."""
     pieces: tuple[Piece, ...]
-    """The same as a piece of the bucket; none if it is empty."""
+    """`held` as a piece of the bucket; none if it is empty."""
 
     @property
     def parameter(self) -> nn.Parameter:

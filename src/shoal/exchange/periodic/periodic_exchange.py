@@ -148,7 +148,7 @@ class Periodic(BucketedExchange):
             + agreement
         )
 
-    # Where things lie.
+    # Layout.
 
     def _lay_out(self) -> None:
         anchors, momenta = self._by_name(self._anchors), self._by_name(self._momenta)
@@ -311,7 +311,7 @@ class Periodic(BucketedExchange):
     def _buckets_of(self, index: int) -> list[Bucket]:
         return fragment_of(index, self._fragments.count, self.buckets)
 
-    # What there is to see and to save.
+    # State.
 
     def prepare_save(self) -> None:
         for fragment in list(self._travelling):

@@ -104,7 +104,7 @@ class FirstUse(TorchFunctionMode):
 
 
 def _around(model: nn.Module, names: Mapping[int, str]) -> dict[str, set[str]]:
-    """Of each parameter: the modules that have it, and all around those."""
+    """By parameter: the modules that own it, and all modules around those."""
     found: dict[str, set[str]] = {name: {""} for name in names.values()}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):

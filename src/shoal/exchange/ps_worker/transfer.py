@@ -233,7 +233,7 @@ class Transfer:
         found: LedgerStatus = self._check([request])[0].value
         return found
 
-    # How.
+    # Helpers.
 
     @property
     def ahead(self) -> bool:

@@ -231,7 +231,7 @@ class Link:
                 )
 
     def _check_answers(self, requests: Sequence[Request], seconds: float) -> None:
-        """What is to be done is done at once, or after its bytes have come; only questions may have to wait."""
+        """Raise if a call is unanswered for too long. Servers carry calls out at once; only questions may wait."""
         for request in requests:
             if (
                 not request.done

@@ -139,7 +139,7 @@ class WorkerProtocol:
         self._applied = step
 
     def everywhere(self, name: str, step: int, args: object) -> Conversation[None]:
-        """The same call to every shard but the ledger."""
+        """Make one call to every shard but the ledger."""
         requests = [self.client.call(shard, name, args, step) for shard in self.shards]
         yield requests
         for request in requests:

@@ -16,7 +16,7 @@ ENDED = "all servers that this run had its state on have ended; start again from
 
 @dataclass
 class Server:
-    """What is known of a server."""
+    """A server as the coordinator knows it."""
 
     address: str
     heard: float
@@ -34,7 +34,7 @@ class Server:
 
 @dataclass
 class Worker:
-    """What is known of a worker."""
+    """A worker as the coordinator knows it."""
 
     heard: float
     rank: int

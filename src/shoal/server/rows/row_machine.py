@@ -269,7 +269,7 @@ class RowMachine(Machine):
         return Answer({**value, "last": int(columns[0][-1]) if len(slots) else after}, packed)
 
     def facts(self) -> dict[str, object]:
-        """What there is, in numbers, and of which table."""
+        """Name of the table, rows, bytes and evictions of this shard."""
         return {"name": self._set.name, **self._counts()}
 
     def _counts(self) -> dict[str, int]:

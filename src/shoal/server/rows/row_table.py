@@ -48,7 +48,7 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, used or not."""
+        """Allocated bytes, used or not."""
         return self._slots.nbytes + sum(column.nbytes for column in self.columns.values())
 
     def find(self, ids: Ids) -> Ids:

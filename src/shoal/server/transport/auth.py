@@ -1,4 +1,4 @@
-"""Who may come in, and where: the addresses that a process may listen at, and the keys that it asks for."""
+"""Authentication: which addresses a process may listen at, and which keys a client needs to connect."""
 
 from __future__ import annotations
 

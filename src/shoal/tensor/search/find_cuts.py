@@ -23,7 +23,7 @@ from shoal.tensor.search.vocabulary import find_vocabulary, unfit
 
 
 class _Finder:
-    """What is known about a model while its cuts are looked for."""
+    """State of the search for cuts: the model, its trace, and the cuts found so far."""
 
     def __init__(self, model: nn.Module, trace: Trace, degree: int, rules: Mapping[str, str]) -> None:
         self.model = model

@@ -372,7 +372,7 @@ class SharedMemoryGroup(LocalGroup):
 
 _NO_TIME = timedelta(0)
 _ISSUED = c10d.AllgatherOptions()
-"""Of a call that goes on by itself."""
+"""Options of a collective that goes on by itself."""
 
 
 def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup | ProcessGroupGloo:

@@ -38,7 +38,7 @@ _AnyOptions = TypeVar("_AnyOptions", bound=_GroupOptions)
 
 @dataclass(frozen=True)
 class Seating:
-    """Who sits where."""
+    """How ranks are spread over hosts, and this rank's place."""
 
     hosts: tuple[tuple[int, ...], ...]
     """The ranks of each host, as many on each."""
