@@ -58,6 +58,8 @@ class Mesh:
         if world.size == 1 or (cells == 1 and not replicas):
             return Mesh(world, world, alone, alone, alone)
         data = world.size // cells
+        # Tensor innermost: its ranks talk most, and neighbours are on one host. Data outermost, since it talks once a
+        # step.
         shape = (max(replicas, 1), data // max(replicas, 1), stages, tensor)
         mesh = world.meshes.get(shape)
         if mesh is None:  # groups are dear, and no run changes them
@@ -90,6 +92,7 @@ class Mesh:
     def ungrouped(world: World) -> Mesh:
         """A worker that meets others at servers only: it has its number, and whatever it holds, it holds alone."""
         alone = World.alone(world.device)
+        # What is sent to servers counts in one place.
         alone.traffic = world.traffic
         return Mesh(
             world.alone_among(), alone, alone, alone, alone, world if world.group is not None else None

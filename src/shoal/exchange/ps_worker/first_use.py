@@ -82,6 +82,8 @@ class FirstUse(TorchFunctionMode):
         # Shapes and types may be read long before the values are; modules would wait too early.
         if func not in _FACTS:
             for leaf in tree_leaves((args, kwargs)):
+                # Every operation on a parameter passes here, also those outside of the module that owns it (tied
+                # weights).
                 if isinstance(leaf, nn.Parameter):
                     self._use(leaf)
         return func(*args, **(kwargs or {}))

@@ -144,6 +144,7 @@ def _adam_step(
     done = steps.double() + 1
     scale = (s["lr"] / (1 - first**done)).to(rows.dtype).unsqueeze(1)
     root = (1 - second**done).sqrt_().to(rows.dtype).unsqueeze(1)
+    # In the memory of the gradient, which is used up.
     below = torch.sqrt(square, out=gradient).div_(root).add_(s.get("eps", 1e-8))
     rows.sub_(torch.div(mean, below, out=below).mul_(scale))
 
