@@ -44,6 +44,7 @@ def parse_strategy(text: str) -> Plan:
             raise ConfigError(
                 f"strategy '{text}': '{call.name}' cannot be multiplied in; after the exchange come tpN and ppN."
             )
+        # The order of tpN and ppN says nothing: `a * tp2 * pp2` and `a * pp2 * tp2` are one plan.
         if degree[1] in slots:
             raise ConfigError(f"strategy '{text}': {degree[1]} is given twice; keep one.")
         slots[degree[1]] = call
@@ -148,6 +149,7 @@ def as_type(value: Value, hint: Any) -> Value | None:
         return value
     if value == "none" and type(None) in wanted:
         return None
+    # Written as 1, meant as 1.0. The other way round, and true for 1, are mistakes.
     if float in wanted and type(value) is int:
         return float(value)
     if str in wanted:
@@ -170,6 +172,7 @@ class _Reader:
                 raise ConfigError(f"{kind} '{text}': cannot read '{text[at:].strip()}'.")
             self.tokens.append(match["word"] or match["sign"])
             at = match.end()
+        # A stack, so that taking the next token is a pop.
         self.tokens.reverse()
 
     def take(self, sign: str) -> bool:

@@ -69,11 +69,11 @@ class SparseEmbedding(nn.Module):
         self.capacity = capacity
         self.ids = ids
         self.dtype = torch.get_default_dtype()
-        """Of the rows as the model sees them."""
+        """The dtype of rows as the model sees them."""
         self.source: RowSource | None = None
         """Set by the exchange."""
         self.name = ""
-        """Of the table: the module's name in the model, set with the source."""
+        """Name of the table: the module's name in the model, set with the source."""
         self._touched: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class SparseEmbedding(nn.Module):
             self._touched.append((wanted, leaf))
         return functional.embedding(inverse, leaf)
 
-    def foreseen(self, batches: Iterable[Any]) -> torch.Tensor | None:
+    def coming_ids(self, batches: Iterable[Any]) -> torch.Tensor | None:
         """The ids that batches will ask for, as a source wants them; None where that is not known."""
         if self.ids is None:
             return None

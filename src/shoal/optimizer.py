@@ -129,7 +129,7 @@ def move_optimizer(
     names: Sequence[Sequence[str]],
     tensors: Mapping[str, Sequence[torch.Tensor]],
 ) -> optim.Optimizer:
-    """The same optimizer over other tensors: for each parameter named in a group, what stands in its place."""
+    """This optimizer over other tensors: `tensors` has, by name, what takes the place of each parameter."""
     groups = [
         {**group, "params": [t for name in here for t in tensors.get(name, ())]}
         for group, here in zip(optimizer.param_groups, names, strict=True)

@@ -140,6 +140,7 @@ def build_until_named(
         with watch(names) as draws:
             model = make()
         runs += 1
+        # A draw's name is known when the model is done; so the next run, with these names, draws for good.
         found = names if runs == _MOST_RUNS else draws.names(model)
         if found == names:
             return model, draws
@@ -196,6 +197,7 @@ class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self.execute(func, args, kwargs, draw)
         if draws:
             for tensor in strided((result, written(func, args, kwargs))):
+                # By storage: views and in-place results of a draw share it.
                 reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 self._reached[reference.cdata] = (reference, draws)
         return result
@@ -231,6 +233,7 @@ def _outermost_init_call() -> FrameType | None:
     """The running call of a torch.nn.init function, if there is one."""
     found = None
     frame: FrameType | None = sys._getframe()
+    # Only while a model is being built; a walk up the stack for each draw costs nothing that counts there.
     while frame is not None:
         if frame.f_code.co_filename == nn.init.__file__:
             found = frame

@@ -93,7 +93,7 @@ class StepReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole job, not of this rank."""
+        """Samples a second of the whole job, not of this rank."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
 

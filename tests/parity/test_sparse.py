@@ -203,7 +203,7 @@ def count_asked(exchange: Exchange) -> list[int]:
 
 
 def run_ahead(world: World, ahead: bool) -> tuple[Result, int]:
-    """With claims as a run makes them: the end is known, so the next step is foreseen."""
+    """With claims as a run makes them: the end is known, so the next step is asked for ahead."""
     model = partial(Words, ids=some_ids if ahead else None)
     parts = build(replace(order("ps(bucket_mb=0.002)", model), accumulate=2), world, record="")[1]
     asked = count_asked(parts.exchange)
@@ -234,7 +234,7 @@ class Alone:
 
     together = False
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         return step > 0
 
 
@@ -247,8 +247,8 @@ def test_a_worker_sees_its_own_updates_whatever_was_fetched_before() -> None:
     tables.enter(0)
     model.words(now).sum().backward()  # it uses what `ids` names
     model.words(torch.tensor([4])).sum().backward()  # and something else
-    assert tables.foresees(1)
-    tables.foresee(1, [(now,)], [(coming,), None])
+    assert tables.may_prefetch(1)
+    tables.prefetch(1, [(now,)], [(coming,), None])
     tables.take(counts=True)
     tables.stage((0, 0))
     settings = [{"lr": 0.1}]

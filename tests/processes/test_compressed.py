@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from shoal import compress
 from shoal.config import parse_call
-from shoal.exchange.reduce.autotune import Weighing
+from shoal.exchange.reduce.autotune import AutoTune
 from shoal.exchange.reduce.compressed import Compressed
 from shoal.exchange.reduce.reducer import Plain
 from shoal.testing.parity import take_step
@@ -294,7 +294,7 @@ def weigh(world: World, slow: bool) -> tuple[list[torch.Tensor], list[int], torc
         compress.make_compressor(parse_call("topk(0.1)", "compressor")),
     )
     other = Compressed(world, compressor)
-    reducer = Weighing(world, Plain(world) if slow else Late(world), other, compressor, World.alone())
+    reducer = AutoTune(world, Plain(world) if slow else Late(world), other, compressor, World.alone())
     reducer.lay_out([bucket], SHAPES, scattered=False)
     sums, sent = [], []
     for turn in range(20):

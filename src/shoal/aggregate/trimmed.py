@@ -21,7 +21,7 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class Trimmed(Aggregate):
-    """Of each element, the lowest and the highest `ratio` of values are left out, and the rest are averaged."""
+    """Leaves out the lowest and the highest `ratio` of the values of each element, and averages the rest."""
 
     summary: ClassVar[str] = "the mean of the parts' means without the extremes, element by element"
     compares: ClassVar[bool] = True

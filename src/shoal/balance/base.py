@@ -21,12 +21,12 @@ from shoal.errors import ConfigError
 from shoal.types import Promise
 
 LARGEST = 1e6
-"""Of a given share: as in a partition."""
+"""The largest share that may be given, as in a partition."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What there is to share, and what is known of those who share it."""
+    """The units of a step to share, and what is known of the workers."""
 
     workers: int
     units: int

@@ -13,7 +13,7 @@ from shoal.balance.base import Balance, Basis, Fixed, Sharer
 
 @dataclass(frozen=True)
 class Even(Balance):
-    """The same for everybody."""
+    """Every worker gets the same."""
 
     summary: ClassVar[str] = "the same for everybody"
 

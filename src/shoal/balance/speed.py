@@ -112,8 +112,8 @@ class LinearEstimate(Estimate):
 
     def _take(self, at: float, cost: float, error: float) -> None:
         if self._seen:
-            foreseen = self.cost(at)
-            if abs(cost - foreseen) > foreseen * max(2 * SMALLEST_JUMP, PLAIN * error):
+            expected = self.cost(at)
+            if abs(cost - expected) > expected * max(2 * SMALLEST_JUMP, PLAIN * error):
                 self._seen.clear()
         self._seen.append((at, cost))
         self._error = error / math.sqrt(len(self._seen))

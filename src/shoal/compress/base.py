@@ -72,7 +72,7 @@ class Compressor(ABC):
         return layout.nbytes / max(1, self.code(layout).nbytes()) if layout.size else 1.0
 
     def cost(self, layout: Layout, workers: int, slices: int = 1) -> Cost:
-        """Of one vector that is summed over so many workers, turn after turn.
+        """Cost of one vector that is summed over so many workers, turn after turn.
 
         `slices` > 1: of so many vectors of this layout, each with a payload of its own that goes to its owner alone.
         """
@@ -135,7 +135,7 @@ class Code(ABC):
         self.put(payload, kept, -1.0)
 
     def second(self, vector: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
-        """Of two rounds: the second payload, from the sum of the first. It is summed too, and then decoded."""
+        """Of codes of two rounds: the second payload, from the sum of the first. It is summed too, then decoded."""
         raise NotImplementedError(f"{type(self).__name__} has one round only")
 
     def turn_to(self, turn: int) -> None:  # noqa: B027  (most payloads explain themselves)

@@ -116,6 +116,7 @@ class Track:
         """The epoch of a step, and its positions [start, stop)."""
         ahead = step - self.step
         if ahead >= self._rest:
+            # After the present epoch, all have as many steps.
             more, inside = divmod(ahead - self._rest, self.per_epoch)
             epoch, start = self.epoch + 1 + more, inside * self.batch
         elif ahead >= 0:

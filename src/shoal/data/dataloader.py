@@ -112,6 +112,7 @@ def _order(loader: DataLoader[Any], data: Any, seed: int, lost: list[str]) -> _O
         lost.append("generator (the order follows from seed=)")
     if type(sampler) is SequentialSampler and plain:
         return _Order(batches.batch_size, batches.drop_last, False, None)
+    # The plain shuffle is the same as Shoal's, but for its order: take ours, which follows from the seed at any place.
     once = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)
     if once and plain:
         return _Order(batches.batch_size, batches.drop_last, True, None)

@@ -50,13 +50,13 @@ class TorchGenerator:
         torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def glance(self) -> bytes:
-        """The same: it is quick to say."""
+        """As `state`, which is quick here."""
         return self.state()
 
 
 _HEAD = object.__basicsize__
 _BODY = random.Random.__base__.__basicsize__ - _HEAD  # type: ignore[union-attr]
-"""Of the object in C behind `random`: where its words lie."""
+"""Offset and size of the generator's words in the C object behind `random`."""
 
 
 class PythonGenerator:
@@ -153,7 +153,7 @@ class Watch:
         self._watched: tuple[Generator, ...] = generators
         """Others draw from these as well, or it is not known yet: compared before and after."""
         self._glanced: dict[Generator, Any] = {}
-        """Nobody has drawn from these so far: compared with how they stood last time."""
+        """Generators that have not been drawn from so far: compared with how they stood last time."""
         self._first = True
 
     def __call__(self, read: Callable[[Sequence[Generator]], Given]) -> Given:
@@ -170,7 +170,9 @@ class Watch:
             self._watched = tuple(generator for generator in self._watched if generator not in drawn)
             keyed = self.keyed
             self.keyed = (*self.keyed, *drawn)
+            # What it drew came from no key: read the sample again, now with these generators keyed.
             return self._again((*keyed, *drawn), before, read)
+        # The script's own generators stand as before: reading ahead must not change what it draws.
         for generator in self.keyed:
             generator.restore(before[generator])
         if self._first:

@@ -59,5 +59,7 @@ class GroupedOrder:
         # always hold the longest samples.
         place = key % (full + 1) * grain
         last = ids[place : place + short]
+        # Sorted by length within the window, batches are then shuffled: padding is small, and lengths do not come in
+        # order.
         batches = np.concatenate([ids[:place], ids[place + short :]]).reshape(full, grain)
         return np.concatenate([batches[shuffled(full, key)].reshape(-1), last])

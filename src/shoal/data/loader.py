@@ -126,7 +126,7 @@ class Loader:
             self._ahead = self._peeked = None
 
     def checksum(self) -> int:
-        """Of an order that a sampler gives: it has to be the same on every worker."""
+        """Checksum of an order that a sampler gives, which has to be the same on every worker."""
         return self._picks.checksum()
 
     @property
@@ -171,6 +171,8 @@ class Loader:
             DataLoader(
                 self._prepare,
                 batch_size=None,
+                # A copy: processes ask for steps to come while `take` asks for the present one, and each moves its own
+                # window.
                 sampler=_ids_from(copy.copy(self._picks), step, self._reached),
                 num_workers=self.feed.workers,
                 prefetch_factor=_PREFETCH,
@@ -232,6 +234,7 @@ class _Fetcher(Dataset[Batch]):
                 return fetch(feed.data, ids, feed.collate)
             samples = []
             for ticket, one in zip(tickets.tolist(), ids.tolist(), strict=True):
+                # By sample, not by place in the batch: an augmentation stays the same at any number of workers.
                 key = seeds.sample_key(feed.seed, epoch, one, ticket // self._samples)
                 for generator in keyed:
                     generator.seed(key)

@@ -78,8 +78,10 @@ class GlobalOrder:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         if self.num_samples <= _SORT_BELOW:
+            # So few that sorting is cheap; Feistel networks over tiny domains are visibly not random.
             return shuffled(self.num_samples, derive(self.seed, "order", epoch))[start:stop]
         keys = [derive(self.seed, "order", epoch, number) for number in range(_ROUNDS)]
+        # A block cipher over positions: any part of the shuffle at any place, without a table of all samples.
         network = _Feistel(self.num_samples, keys, min(_BLOCK, stop - start))
         found = np.arange(start, stop, dtype=np.int64)
         for first in range(0, len(found), _BLOCK):
@@ -103,6 +105,8 @@ class _Feistel:
     def permute_below(self, limit: int, values: Ids) -> None:
         """Replace each value, all of them below `limit`, by its image under the permutation of [0, limit)."""
         self._permute(values)
+        # Cycle walking (Black, Rogaway 2002): apply the permutation of the larger domain until the image is inside. It
+        # stays a permutation.
         outside = np.flatnonzero(values >= limit)
         while len(outside):
             walked = values[outside]

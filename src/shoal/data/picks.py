@@ -60,6 +60,7 @@ class Picks:
             return epoch, stop - start, [], ()
         first = self.feed.first if part is None else part * self.feed.accumulate
         cuts = self._cuts_for(step, stop - start, first)
+        # Contiguous shares are cut without looking at samples: only this worker's ids are computed.
         if cuts is not None:
             bounds, counts = cuts
             low, high = start + bounds[0][0], start + bounds[-1][1]
@@ -69,6 +70,8 @@ class Picks:
             mine = self._divide(step, epoch, start, stop)[first : first + self.feed.accumulate]
             counts = tuple(len(ids) > 0 for ids in mine)
         if self.feed.fill and not all(counts):
+            # Some sample, only for its shape: collectives need a backward pass from every worker. Its loss does not
+            # count.
             filler = self._ids(epoch, start, start + 1)
             mine = [ids if len(ids) else filler for ids in mine]
         return epoch, stop - start, mine, counts
@@ -106,7 +109,7 @@ class Picks:
         return told
 
     def checksum(self) -> int:
-        """Of an order that a sampler gives; 0 of one that follows from the seed."""
+        """Checksum of an order that a sampler gives; 0 for one that follows from the seed."""
         return 0 if self._sampled is None else self._sampled.checksum()
 
     def _track(self, step: int, epoch: int, position: int) -> Track | SampledTrack:
@@ -164,6 +167,7 @@ class Picks:
     def _ids(self, epoch: int, low: int, high: int) -> Ids:
         at, begin, ids = self._window
         if at != epoch or low < begin or high > begin + len(ids):
+            # Several steps at once: the permutation is vectorised, and a call has a fixed cost.
             ids = self._order_of(epoch).ids(epoch, low, min(max(high, low + _AHEAD), self._length(epoch)))
             at = epoch
             begin = low

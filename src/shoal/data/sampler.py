@@ -58,6 +58,7 @@ class SampledOrder:
         first = self.epoch(0)
         self.own_batches = len(first.ends) > 0
         self._kept = {}
+        # Drawn twice on purpose: every worker draws it for itself, and a run that is resumed draws it again.
         if not np.array_equal(first.ids, self.epoch(0).ids):
             raise ConfigError(
                 f"the sampler {type(sampler).__name__} gave another order when the same epoch was begun again; let it "
@@ -73,22 +74,25 @@ class SampledOrder:
         return len(self.epoch(epoch).ids)
 
     def checksum(self) -> int:
-        """Of the first epoch, to compare it with that of other workers."""
+        """Checksum of the first epoch, to compare with that of other workers."""
         first = self.epoch(0)
         return int(xxhash.xxh32_intdigest(first.ids.tobytes() + first.ends.tobytes()))
 
     def epoch(self, number: int) -> Epoch:
         """What the sampler gives in an epoch."""
         if number not in self._kept:
+            # Around an epoch's end, steps of both are prepared.
             self._kept = {k: v for k, v in self._kept.items() if abs(k - number) <= 1}
             self._kept[number] = self._draw(number)
         return self._kept[number]
 
     def _draw(self, epoch: int) -> Epoch:
         with _keyed(self._sampler, derive(self.seed, "sampler", epoch)):
+            # A batch sampler may hand set_epoch on or not; told twice is told once.
             for holder in layers(self._sampler):
                 if hasattr(holder, "set_epoch"):
                     holder.set_epoch(epoch)
+            # One more than allowed, to tell a sampler without end from a long one.
             given = list(islice(iter(self._sampler), _ENDLESS * self.num_samples + 1))
         if not given or len(given) > _ENDLESS * self.num_samples:
             raise ConfigError(
@@ -98,6 +102,7 @@ class SampledOrder:
         batches = [list(entry) for entry in given] if _is_batch(given[0]) else []
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
         numbers = self._numbers(list(chain.from_iterable(batches)) if batches else given)
+        # Numbers stay unique in an epoch: `ids % num_samples` is the sample.
         return Epoch(numbers + self.num_samples * _times_before(numbers), np.unique(ends))
 
     def _numbers(self, given: list[Any]) -> Ids:

@@ -85,6 +85,7 @@ def fetch_samples(data: Source, ids: list[int]) -> list[Any]:
     samples: list[Any] = []
     try:
         if many is not None:
+            # torch's protocol for data sets that fetch several samples in one go.
             samples = many(ids)
         else:
             for i in ids:  # a list that is half made tells which sample it was

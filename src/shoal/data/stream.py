@@ -80,6 +80,7 @@ class StreamLoader:
 
         def read(keyed: Sequence[Generator]) -> Portion:
             nonlocal before
+            # `Watch` calls again when it has found a generator that the stream draws from.
             if before is not None:  # again, with what it draws keyed: from the beginning of the epoch
                 self._at = before
                 self._samples = None

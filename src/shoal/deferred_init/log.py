@@ -260,7 +260,7 @@ class Log:
                 content[view.storage] = self._laid_out(tensor, view)
 
     def _laid_out(self, tensor: Tensor, view: TensorView) -> UntypedStorage:
-        """The storage of a tensor, which is to lie in it as foreseen."""
+        """The storage of a tensor, which is to lie in it as expected."""
         storage = tensor.untyped_storage()
         if TensorView.of(tensor, view.storage) != view or storage.nbytes() < self._bytes[view.storage]:
             storage = memory(self._bytes[view.storage])

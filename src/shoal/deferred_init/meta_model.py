@@ -115,7 +115,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _twin(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
-    """The same on the meta device; tensors that share a storage still do."""
+    """A copy on the meta device; tensors that share a storage still do."""
     storage = tensor.untyped_storage()
     address = storage_address(storage)
     if address not in storages:

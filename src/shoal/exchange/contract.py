@@ -230,6 +230,8 @@ class PipelineGrads(ABC):
             parameter.grad = None
             return
         if parameter.grad is None:
+            # A DTensor where the parameter is one: the pipeline sets gradients on stages that tensor parallel has cut,
+            # too.
             parameter.grad = torch.zeros_like(parameter)
         local(parameter.grad).copy_(gradient)
 
@@ -402,6 +404,7 @@ def check_members(before: World, world: World) -> None:
 
 def check_not_torn(world: World, applied: bool) -> None:
     """All members have applied the step that was cut short, or none has. Collective."""
+    # `apply` is local and `publish` collective: a worker may be lost between the two, after some have applied.
     flags = world.gather_numbers([float(applied)])[:, 0].tolist()
     if len(set(flags)) > 1:
         ranks = [rank for rank, flag in enumerate(flags) if flag]
@@ -414,6 +417,8 @@ def check_not_torn(world: World, applied: bool) -> None:
 def back_propagate(loss: torch.Tensor | None, weight: float) -> None:
     """The backward pass of loss × weight."""
     if loss is not None:
+        # The weight goes in as the gradient of the loss: multiplying the loss would add a node, and a rounding, to the
+        # graph.
         loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
 

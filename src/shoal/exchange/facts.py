@@ -1,4 +1,4 @@
-"""What is known of an exchange before anything runs: for the plan's checks, `shoal list`, the docs and the tests."""
+"""Facts of an exchange, known before anything runs: for the plan's checks, `shoal list`, the docs and the tests."""
 
 from __future__ import annotations
 

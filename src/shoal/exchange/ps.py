@@ -112,6 +112,8 @@ class Ps(ServedState):
         options = self._options
         tables = self.tables
         alone = self._tier.local.size == 1
+        # Numbers of shards follow from this order, on every worker alike: 0 is the ledger, then dense shards, then
+        # rows.
         sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards), *tables.sizes]
         kinds = ["ledger", *["dense"] * len(self.shards), *[ROWS] * len(tables.shards)]
         terms = (sizes, kinds, options.servers, options.copies, options.patience)
@@ -123,6 +125,7 @@ class Ps(ServedState):
             self.link, self.shards, self.vectors, self.module, self.trained, later=alone
         )
         tables.connect(ToServers(self.link, self._work), self._claim)
+        # The ledger compares it with that of other workers, so a worker with another model is refused at once.
         model: list[list[Plain]]
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         try:
@@ -132,7 +135,7 @@ class Ps(ServedState):
             raise
         self.begins = self._tier.unit == 0 and not joined["ready"]
 
-    # Where things lie.
+    # Layout.
 
     def lay_out_again(self, order: list[str]) -> None:
         del order  # where things lie was agreed on with the servers, and sums do not depend on it
@@ -179,6 +182,7 @@ class Ps(ServedState):
         if not self.begins:
             self.first_values(self.link.run(self._work.wait_ready())["oldest"])
             return
+        # Only the first worker comes here; shards take whatever comes first, so a second would do no harm.
         groups = {name: number for number, names in enumerate(self._groups) for name in names}
         aggregate, code = self._options.aggregate, describe_code(self._compressor)
         hold = self._claim.holds_parts
@@ -231,6 +235,8 @@ class Ps(ServedState):
     def _freshen(self) -> None:
         claim = self._claim
         if self._fresh != claim.step:
+            # `together`: values must hold every step before this one. Else (ssp, asp) whatever the servers have will
+            # do; the ledger has bounded the staleness when it granted the claim.
             self._transfer.fetch(claim.step if claim.together else 0, later=True)
             self._fresh = claim.step
 
@@ -255,6 +261,7 @@ class Ps(ServedState):
         """Send the unit's sum to the servers, and report the part as done."""
         if self._tier.local.size > 1:
             claim = (self._claim.step, self._claim.part)
+            # Only now: in a host tier the sum of all local workers goes out, once for each bucket.
             for handle in [self._outgoing.stage(bucket, claim, self._micro) for bucket in self.buckets]:
                 handle.wait()
         return self._claim.done(self._mine, expected_count, self._gradient_buckets.bits), self._claim.state()
@@ -263,6 +270,7 @@ class Ps(ServedState):
         claim = self._claim
         if not claim.together or claim.over:  # over: the others have gone on, and there is nothing to add
             return self._mine if claim.part >= 0 else tally
+        # Which parameters had a gradient in any part; the ledger has joined the sets.
         self._gradient_buckets.bits = claim.tally["used"]
         return Tally(claim.tally["total"], claim.tally["count"])
 
@@ -271,6 +279,7 @@ class Ps(ServedState):
 
     def _find_norm(self) -> float:
         claim = self._claim
+        # Each part is clipped by itself where parts are updates of their own.
         if claim.over or not (claim.together or self._compressor):
             return self._own_norm()
         # What comes out of a compressor is known to the servers only.
@@ -307,7 +316,10 @@ class Ps(ServedState):
                 "settings": settings_of(self.optimizer),
             }
             used = {name for name in self.trained if self._gradient_buckets.used_name(name)}
+            # Ask for the next values with the update itself: it saves a round trip where they would be waited for
+            # anyhow.
             fresh = claim.step + 1 if claim.together and not self._transfer.ahead else None
+            # Rows and dense shards update side by side; both are waited for before the step is closed.
             self.tables.send("apply", claim.step, args)
             claim.closed = self._transfer.apply(claim.step, args, used, fresh)
             self.tables.settle()
@@ -333,6 +345,7 @@ class Ps(ServedState):
         self._outgoing.forget()
         if not claim.over:
             self.link.run(self._work.everywhere("drop", claim.step, self._named()))
+            # Nothing was applied, so the values that are here are those of the next step.
             self._fresh = claim.step + 1 if claim.together else -1
 
     def abort(self) -> None:
@@ -355,6 +368,7 @@ class Ps(ServedState):
         self._started = False
         self._applied = False
         self._fresh = -1
+        # Under a new number: the servers remember the last call of the old one, and late messages of it may still come.
         self._join(new_id())
 
     def _close_step(self) -> None:
@@ -363,6 +377,7 @@ class Ps(ServedState):
         if not self._claim.together:
             self._fresh = -1
         self._saves = self._claim.closed
+        # The link counts since it was made; traffic wants what came since last time.
         sent = self.link.bytes_sent
         self._who.traffic.bytes_sent += sent - self._counted
         self._counted = sent
@@ -371,7 +386,7 @@ class Ps(ServedState):
     def cost(
         cls, options: PsOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
     ) -> Cost:
-        """Of a worker: what it sends to servers are gradients; what it asks is some hundred bytes a shard besides.
+        """Cost of a worker: it sends gradients to servers, and some hundred bytes a shard to ask for values.
 
         Servers hold values and optimizer state, `copies` times, and gradients that wait for their update.
         """

@@ -15,12 +15,12 @@ class RowTables:
 
     names: Sequence[str] = ()
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         """Whether rows could be fetched now that this worker's part of that step will read."""
         del step
         return False
 
-    def foresee(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
+    def prefetch(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
         """The batches of this worker's present part, and of its part of that step; None where one is empty."""
         raise NotImplementedError
 

@@ -47,13 +47,13 @@ class Setup:
     root: nn.Module | None = None
     """The module that runs in place of the model: a pipeline stage, which has the model inside."""
     peers: World | None = None
-    """The same workers as `world`, joined by a group; None where they are not."""
+    """The workers of `world` with a group; None where they have none."""
     order: Sequence[str] = ()
     """Parameters in the order their gradients will become ready, where that is known before the first step."""
     recorded: bool = False
     """Whether somebody writes down the gradients of every step."""
     seed: int = 0
-    """Of the run: rows that nobody has changed yet follow from it."""
+    """Seed of the run: initial rows of embeddings follow from it."""
     compressor: Compressor | None = None
     """The compressor of gradients; None: they travel as they are."""
     values: Callable[[str], torch.Tensor] | None = None

@@ -58,6 +58,7 @@ class Shared(BucketedExchange):
     def connect(self, world: World) -> None:
         super().connect(world)
         hosts = ranks_by_host(world, "shared")
+        # Two levels: a slice is summed within the host in shared memory, then between hosts by those who own it.
         self._across = world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
         """The owners of the same slice, one on each host."""
         self.owners = world.cut(hosts)
@@ -87,6 +88,7 @@ class Shared(BucketedExchange):
         group = self.owners.group
         assert isinstance(group, SharedMemoryGroup)
         self.world.traffic.bytes_sent += self.owners.share_of(vector)
+        # No copy into a staging area: peers read this worker's gradients where autograd has put them.
         work = group.reduce_parts([theirs[bucket.index][start:stop] for theirs in self._theirs], out)
         return work if self._across.size == 1 else _Then(work, self._across, out)
 
@@ -109,6 +111,7 @@ class Shared(BucketedExchange):
     @contextmanager
     def by_hand(self) -> Iterator[None]:
         """Each worker changes a copy of its own; then everybody takes its slice of it over."""
+        # By hand each worker changes all of the model; in the one copy, changes of all workers would add up.
         views = {name: p.detach() for name, p in self.trained.items()}
         for name, view in views.items():
             self.trained[name].data = view.clone()
@@ -144,7 +147,7 @@ class Shared(BucketedExchange):
     def cost(
         cls, options: BucketOptions, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
     ) -> Cost:
-        """Of the host's one copy of the parameters, a worker's share."""
+        """Of the host's one copy of the parameters, each worker counts an equal share."""
         del compressor
         hosts = group_ranks(mesh.data.hosts)
         place = next(ranks for ranks in hosts if mesh.data.rank in ranks)

@@ -50,6 +50,7 @@ class Zero1(BucketedExchange):
         return self._gradients[bucket.index]
 
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        # In place: the slice of the sum takes the place of this worker's own gradient, which nobody needs any more.
         out = self._mine(bucket) if self._sums is None else self._sums.target(bucket)
         return self.reducer.reduce_scatter(bucket, out, vector)
 

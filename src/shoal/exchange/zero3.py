@@ -136,7 +136,7 @@ class Zero3(Exchange):
             if name in self._learning and not self._at_once:
                 watch(part.parameter, self._keeping(name))
 
-    # Who had a gradient, and where it is
+    # Which parameters had a gradient, and where it is
 
     def _watch_gathered(self, module: object, inputs: object, output: object) -> None:
         """Watch the gathered parameters, which exist from the end of the first forward pass on."""

@@ -57,7 +57,7 @@ class Costs:
 
     @property
     def backward(self) -> float:
-        """Of the full backward pass."""
+        """Time of the full backward pass."""
         return self.inputs + self.weights
 
     @property
@@ -82,7 +82,7 @@ class PipelineOptions:
     """What stands in the parentheses of `ppN(...)`."""
 
     schedule: str = "1f1b"
-    """Who computes what when; `shoal list pipeline` shows the choices."""
+    """The schedule: who computes what when. `shoal list pipeline` shows the choices."""
     microbatches: int = 8
     """Into how many parts a worker's batch is cut."""
     split: str = ""

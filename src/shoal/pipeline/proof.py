@@ -110,6 +110,7 @@ def _alone(model: nn.Module, inputs: object, stages: Sequence[Stage], number: in
     """What one stage gives for the true activation, on a model that has nothing else."""
     begin = stages[number].begin
     received = None if begin is None else truth.activations[begin].clone()
+    # Weights of other stages are NaN here: if the stage used one, the result would show it.
     with trimmed(model, stages, {number}):
         return StageModule(model, stages[number], partial(_set_random_state, truth.states[begin]))(
             received, inputs
@@ -129,6 +130,7 @@ def _same(one: object, other: object) -> bool:
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # NaN equals NaN here: a model may have some of its own. `torch.equal` says otherwise.
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -282,7 +282,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _meant(self, names: list[str]) -> list[str]:
-        """Of the names of one weight those of modules that are running; all of them if none is."""
+        """The names of one weight in modules that are running; all its names if none is."""
         if len(names) == 1:
             return names
         running = {self.calls[number].module for number in self._stack}

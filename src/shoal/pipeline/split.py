@@ -84,22 +84,20 @@ def find_split(
         planned = plan_stages(model, spine, [places[cut - 1] for cut in cuts])
         leak = find_leak(model, inputs, planned, truth)
         if leak is None:
+            # Proved: every stage alone, fed the true activation, gives the true one of the next, bit for bit.
             edges = [0, *cuts, len(spans)]
             return _describe_split(
                 model, spine, planned, [sum(spans[a:b]) for a, b in itertools.pairwise(edges)]
             )
         if named:
             break
+        # Something passes this boundary unseen (a global, a cached tensor): join the spans on its two sides, try again.
         at = places.index(leak.boundary)
         spans[at : at + 2] = [spans[at] + spans[at + 1]]
         places = places[:at] + places[at + 1 :]
     if leak is not None:
         raise refusal(leak) from leak.cause
-    remedy = f"use {len(places) + 1} stages, or name" if places else "name"
-    raise ConfigError(
-        f"{stages} stages need {stages - 1} places to split the model at, and it has {len(places)} "
-        f"({', '.join(places) or 'none'}); {remedy} modules that are called one after the other, with split=."
-    )
+    raise _too_few_places(stages, places)
 
 
 def choose_cuts(costs: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[int, ...]:
@@ -131,6 +129,14 @@ def choose_cuts(costs: Sequence[float], stages: int, speeds: Sequence[float] = (
         end = cut[k][end]
         cuts.insert(0, end)
     return tuple(cuts)
+
+
+def _too_few_places(stages: int, places: Sequence[str]) -> ConfigError:
+    remedy = f"use {len(places) + 1} stages, or name" if places else "name"
+    return ConfigError(
+        f"{stages} stages need {stages - 1} places to split the model at, and it has {len(places)} "
+        f"({', '.join(places) or 'none'}); {remedy} modules that are called one after the other, with split=."
+    )
 
 
 def span_costs(
@@ -253,6 +259,7 @@ def _measure(model: nn.Module, inputs: object, places: Sequence[str], passes: in
         times.append(_now())
         return made(*args, **kwargs)
 
+    # On one rank, for one micro-batch: ratios count, not seconds.
     modules = [model.get_submodule(name) for name in places]
     rows = []
     with undisturbed(model), Interception({module: partial(_mark, call_of(module)) for module in modules}):

@@ -76,6 +76,7 @@ def plan_stages(model: nn.Module, spine: Spine, boundaries: Sequence[str]) -> tu
         # Whether NaN takes its place: another stage has its parameters, or its state.
         kept: dict[str, bool] = {}
         for name, numbers in _before(spine, starts[number - 1]).items() if number else ():
+            # One rule for the shape of its output in every call, or the module has to run to tell it.
             echo, *others = {spine.calls[i].echo for i in numbers}
             trained = next(model.get_submodule(name).parameters(), None) is not None
             trained = trained or any(buffer.startswith(f"{name}.") for buffer in spine.changed)
@@ -159,6 +160,7 @@ class StageModule(nn.Module):
     def forward(self, received: Tensor | None, inputs: object) -> object:
         """Run the stage."""
         run = _Run(self, received)
+        # What runs before the stage's own work gives NaN or shapes only: no graph is kept of it.
         with torch.set_grad_enabled(run.grad and run.begun), run.before, Interception(run.ends()):
             if run.begun and self.on_begin is not None:
                 self.on_begin()
@@ -221,6 +223,7 @@ class _Run:
         if self.begun or place is None:
             return made(*args, **kwargs)
         self.begun = True
+        # From here on every module runs for real, also one that stood in before the boundary.
         self.before.remove()
         torch.set_grad_enabled(self.grad)
         if self.owner.on_begin is not None:

@@ -203,7 +203,7 @@ def _server_options_fit(plan: Plan, workers: int) -> str | None:
             f"{plan.exchange}: {options.aggregate} compares the parts of a step, and {alone[0]} applies each alone; "
             "use bsp, or aggregate=weighted."
         )
-    # With tier=host it is hosts that are waited for, and how many there are shows when they have met (Turn).
+    # With tier=host it is hosts that are waited for. How many there are shows when they have met: WorkClaim checks it.
     if not 0 <= options.backup < workers or (options.backup and alone):
         return (
             f"{plan.exchange}: backup={options.backup} leaves {workers - options.backup} of {workers} workers to wait "

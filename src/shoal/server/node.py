@@ -59,6 +59,8 @@ class Node:
         if source == COORDINATOR and message.kind == MessageKind.ALIVE:
             self._hear_coordinator(message.meta, now)
             return
+        # A read needs a lease: a tail that was replaced without knowing it would answer with an old state. Updates need
+        # none, since they are acknowledged by all of the chain.
         if message.kind == MessageKind.ASK and now - self._heard > self._lease:
             # The coordinator's word is on the way here, if this server counts.
             self._early.append((source, message))
@@ -78,6 +80,7 @@ class Node:
             # As good as on the day when it was sent: the sender keeps all that has been done since.
             message = replace(message, epoch=self.view.epoch)
         if message.epoch != self.view.epoch or chain is None:
+            # The client is behind, or ahead by a view that is on its way: tell it what is known here.
             if message.kind in (MessageKind.CALL, MessageKind.ASK) and self.view.epoch:
                 self._send(source, Message(MessageKind.VIEW, self.view.epoch, meta=self.view.to_meta()))
             return
@@ -134,10 +137,12 @@ class Node:
             "at": now,
             "load": self.load(),
         }
+        # Sent every beat: the next one makes a lost one good.
         self._send(COORDINATOR, Message(kind, self.view.epoch, client=self.me, meta=sign))
 
     def _take_view(self, view: View, now: float) -> None:
         before = self.view.epoch
+        # Views of a coordinator that has been superseded are refused even if this server has not seen a later one.
         if view.epoch <= max(before, self._promised):
             return
         since = view.since.get(self.me)
@@ -171,5 +176,6 @@ class Node:
     def _take_early(self, now: float) -> None:
         early = self._early
         self._early = deque(maxlen=_EARLY)
+        # Through the front door again: what still does not fit is kept once more.
         for source, message in early:
             self.on_message(source, message, now)

@@ -143,6 +143,7 @@ class Threads:
     def close(self) -> None:
         """End them all, when the workers have said goodbye: they need the servers to their own end."""
         late = time.monotonic() + LATE_SECONDS
+        # The servers live in the first worker: ending them at once would fail workers that still write their last step.
         while self._threads[0].is_alive() and self._needed(time.monotonic() < late):
             time.sleep(0.01)
         self._ended.set()

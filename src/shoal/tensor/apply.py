@@ -127,6 +127,7 @@ def _styles(
     draws = None
     if first.dropped is not None:
         size = sum(first.parameters[0][1].groups) if first.axis == -1 else None
+        # Dropout masks are drawn for the whole, of which each rank uses its part: as in one process.
         draws = Draws(ring, first.axis, size)
         found.append((first.dropped, Drawing(draws, always=False)))
     if home is not None and first.group == home.attention:

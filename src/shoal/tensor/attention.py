@@ -68,6 +68,7 @@ class LocalAttention:
         batched = query.dim() == 3
         came: dict[int, Tensor] = {}
         for x in (query, key, value):  # the same tensor three times is brought once
+            # Self-attention passes one tensor three times: its gradient is then summed over ranks once.
             if id(x) not in came:
                 came[id(x)] = self.first(self.come(x), batched)
         q, k, v = self.projected(came[id(query)], came[id(key)], came[id(value)])

@@ -75,7 +75,7 @@ class Cuts:
         return [{cut.module for cut in self.cuts if cut.group == name} for name in names]
 
     def layout(self) -> TensorLayout:
-        """Who holds what; no processes are needed.
+        """Which rank holds which part; no processes are needed.
 
         >>> one = Cut("up", "column", "", (("up.weight", TensorCut(0, (8,))),))
         >>> Cuts((one,), degree=2).layout().shares("up.weight")

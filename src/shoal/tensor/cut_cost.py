@@ -96,6 +96,7 @@ class _Watch:
     def _come(self, cut: Cut, x: Tensor) -> None:
         """Data goes to the parts of a layer; backward, its gradient comes in terms."""
         if self._in_slices(cut):
+            # An all-gather forward and a reduce-scatter of the gradient backward: the same bytes each.
             self.gathered += [x.nbytes] * (2 if x.requires_grad else 1)
         elif x.requires_grad:
             self.summed.append(x.nbytes)

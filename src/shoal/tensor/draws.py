@@ -45,5 +45,6 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start, length = TensorCut(0, (size,)).spans(self.ring.degree, self.ring.rank)[0]
         assert length == local, f"a mask of {local} where the part has {length}"
         whole = whole_like(mask, self.axis, size)
+        # Costs a mask of the whole and `degree` times the random numbers; what it buys is the mask of one process.
         draw(whole)
         return mask.copy_(whole.narrow(self.axis, start, length))

@@ -34,6 +34,7 @@ class TensorCut:
         begins = accumulate(self.groups, initial=0)
         found = []
         for begin, size in zip(begins, self.groups, strict=False):
+            # Rounded up, as torch's chunk does: all parts but the last ones are equal.
             share = -(-size // degree)
             start = min(size, rank * share)
             found.append((begin + start, min(size, start + share) - start))
@@ -105,6 +106,7 @@ def join(name: str, local: Tensor, layout: TensorLayout, group: dist.ProcessGrou
         return local
     sizes = [piece.local(layout.degree, rank) for rank in range(layout.degree)]
     padded = pad(local.detach(), piece.dim, max(sizes))
+    # all_gather takes equal parts.
     table = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(table, padded, group=group)
     parts = [part.narrow(piece.dim, 0, size) for part, size in zip(table, sizes, strict=True)]

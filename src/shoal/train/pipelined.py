@@ -199,6 +199,7 @@ class Pipelined:
             )
             for number, chunk in self._chunks.items()
         ]
+        # torch's runtime sends, receives and runs the actions; which actions, in which order, is ours.
         self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,
             self._microbatches,
@@ -240,6 +241,8 @@ class Pipelined:
             with self._split_loss():
                 step_microbatches(
                     self._runtime,
+                    # Stages find their batch by the number of the micro-batch; what torch passes as input is a
+                    # placeholder.
                     [(torch.zeros(1),) if first else () for _ in weights],
                     [{"micro": i} for i in range(len(weights))],
                     weights,

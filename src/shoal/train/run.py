@@ -67,11 +67,8 @@ class Run(RunConfig):
         said = adopt_loader(self)
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
-        if launch.record:  # a rehearsal: it starts from the beginning and leaves nothing of its own behind
-            self.checkpoint = f"{launch.record}/checkpoint"
-            self.checkpoint_every = None
-            self.copies = ""
-            self.__dict__ |= {"log": None, "progress": False}
+        if launch.record:
+            self._keep_nothing(launch.record)
         config = self.config = self._settings()
         early_stop = EarlyStop.of(self.early_stop)
         kept = CheckpointConfig.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
@@ -93,23 +90,7 @@ class Run(RunConfig):
         if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
         self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
-        self._loop = Loop(
-            self._context,
-            self.schedule,
-            self._checkpoints,
-            _log_folder(config),
-            {
-                "strategy": str(self.plan),
-                "workers": self.world.size,
-                "precision": self.precision,
-                "version": shoal.__version__,
-                **self._skew(),
-            },
-            self.progress,
-            self.schedule_every,
-            launch.finishing,
-            self._calls,
-        )
+        self._loop = self._make_loop(launch.finishing)
         exchange = self._context.exchange
         atexit.register(exchange.close)
         self._progress = self._checkpoints.resume() if exchange.begins else Progress()
@@ -120,6 +101,33 @@ class Run(RunConfig):
         exchange.start(self._progress.step, self._context.join_state())
         atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
+
+    def _keep_nothing(self, record: str) -> None:
+        """A rehearsal starts from the beginning, and leaves nothing of its own behind but the record."""
+        self.checkpoint = f"{record}/checkpoint"
+        self.checkpoint_every = None
+        self.copies = ""
+        self.__dict__ |= {"log": None, "progress": False}
+
+    def _make_loop(self, finishing: str) -> Loop:
+        facts = {
+            "strategy": str(self.plan),
+            "workers": self.world.size,
+            "precision": self.precision,
+            "version": shoal.__version__,
+            **self._skew(),
+        }
+        return Loop(
+            self._context,
+            self.schedule,
+            self._checkpoints,
+            _log_folder(self.config),
+            facts,
+            self.progress,
+            self.schedule_every,
+            finishing,
+            self._calls,
+        )
 
     @property
     def module(self) -> nn.Module:

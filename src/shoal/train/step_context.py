@@ -130,9 +130,9 @@ class StepContext:
 
     def prefetch_rows(self, step: int, portion: Portion) -> None:
         """This worker's batches of a step are here: rows of embeddings that the next step reads may set out."""
-        if self.exchange.tables.foresees(step + 1) and isinstance(self.loader, Loader):
+        if self.exchange.tables.may_prefetch(step + 1) and isinstance(self.loader, Loader):
             coming = self.loader.peek(step + 1).batches
-            self.exchange.tables.foresee(step + 1, portion.batches, coming)
+            self.exchange.tables.prefetch(step + 1, portion.batches, coming)
 
     def join(self, state: JoinState | None) -> None:
         """Go on from what running workers know; None: there is nothing to take over."""

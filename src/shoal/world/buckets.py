@@ -85,6 +85,7 @@ def lay_out(
                 places = []
                 end = 0
             places.append(Place(name, end, numel))
+            # 64 elements: each parameter begins at a cache line, and vector instructions find aligned data.
             end = _round_up(end + numel, ALIGN)
         buckets.append(_close(len(buckets), dtype, places, end, slices, share))
     return tuple(buckets)
@@ -124,6 +125,7 @@ def gaps_of(pieces: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int
 def _close(
     index: int, dtype: torch.dtype, places: list[Place], end: int, slices: int, share: float
 ) -> Bucket:
+    # A multiple of the slices, so that reduce-scatter gives equal parts; padding is zero and never read.
     return Bucket(index, dtype, tuple(places), _round_up(max(end, 1), ALIGN * slices), share)
 
 

@@ -49,6 +49,7 @@ def end_in_one_sentence(rank: int) -> None:
 
     def end(error: ShoalError) -> None:
         if rank > 0:
+            # One sentence, not one from each rank: rank 0 mostly ends the job before the others speak.
             sleep(SECOND_SECONDS)
         # torch.distributed wraps the hook in one that holds back what goes to sys.stderr.
         print(

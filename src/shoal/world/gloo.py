@@ -261,6 +261,7 @@ class FromAnySource(Work):
                     f"nobody has sent what is received from any source: Timed out waiting {seconds * 1e3:.0f}ms."
                 )
             time.sleep(pause)
+            # Polling: each pair is a group of its own, and several groups cannot be waited for together.
             pause = min(_LONGEST_PAUSE, 2 * pause)
         return message.wait(timeout)
 

@@ -30,20 +30,20 @@ class Mesh:
     """This worker's place, axis by axis."""
 
     world: World
-    """Everybody."""
+    """All workers of the job."""
     data: World
-    """Those who hold what this worker holds, for other samples."""
+    """Data-parallel group: workers with the same model shard and different samples."""
     stages: World
-    """Those who hold the other stages, for the same samples and the same part of each layer."""
+    """Pipeline group: workers with the other stages, for the same samples and the same part of each layer."""
     tensor: World
-    """Those who hold the other parts of this worker's layers."""
+    """Tensor-parallel group: workers with the other parts of this worker's layers."""
     model: World
-    """Those who hold one model between them: all stages and parts, for the same samples."""
+    """Model-parallel group: workers that hold one model between them, all stages and parts, for the same samples."""
     joined: World | None = None
-    """Everybody, where `world` knows only their numbers and they are joined by a group all the same."""
+    """All workers with their group, where `world` itself has none (workers meet at servers)."""
     torch: DeviceMesh | None = None
-    """The same in torch's own form: axis "shard", and those of AXES along which there are several workers. None where
-    workers differ in their samples only."""
+    """These groups as torch's DeviceMesh: axis "shard", and those of AXES with several workers. None where workers
+    differ in their samples only."""
 
     @staticmethod
     def open(world: World, tensor: int = 1, stages: int = 1, replicas: int = 0) -> Mesh:
@@ -58,6 +58,8 @@ class Mesh:
         if world.size == 1 or (cells == 1 and not replicas):
             return Mesh(world, world, alone, alone, alone)
         data = world.size // cells
+        # Tensor innermost: its ranks talk most, and neighbours are on one host. Data outermost, since it talks once a
+        # step.
         shape = (max(replicas, 1), data // max(replicas, 1), stages, tensor)
         mesh = world.meshes.get(shape)
         if mesh is None:  # groups are dear, and no run changes them
@@ -90,6 +92,7 @@ class Mesh:
     def ungrouped(world: World) -> Mesh:
         """A worker that meets others at servers only: it has its number, and whatever it holds, it holds alone."""
         alone = World.alone(world.device)
+        # What is sent to servers counts in one place.
         alone.traffic = world.traffic
         return Mesh(
             world.alone_among(), alone, alone, alone, alone, world if world.group is not None else None

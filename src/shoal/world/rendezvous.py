@@ -43,6 +43,7 @@ def in_attempt(launch: Launch, store: Store) -> Store:
 def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> Store:
     listener = None
     if launch.rank == 0:
+        # Bound here to one address and handed over: TCPStore itself would listen at all of them.
         listener = socket.create_server((address, port))
     return TCPStore(
         address,
@@ -62,6 +63,7 @@ def bind_gloo(launch: Launch) -> None:
     if target.scheme == "tcp" and target.hostname:
         name = _interface_towards(target.hostname, target.port or 1)
     elif launch.local_size == launch.size:
+        # Without this gloo looks up the host name, which may lead to an outside interface or nowhere.
         name = "lo"
     else:
         return  # torchrun over several hosts: its own choice of interface stands

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 def share_of(nbytes: int, workers: int) -> int:
-    """Of a tensor that is gathered or reduce-scattered, the bytes that a worker sends: all parts but its own.
+    """Bytes that a worker sends in an all-gather or reduce-scatter of a tensor: all parts but its own.
 
     >>> share_of(300, workers=3)
     200
@@ -15,7 +15,7 @@ def share_of(nbytes: int, workers: int) -> int:
 
 
 def ring_bytes(nbytes: int, workers: int) -> int:
-    """The same for an all-reduce: a reduce-scatter and an all-gather."""
+    """Bytes that a worker sends in an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * share_of(nbytes, workers)
 
 

@@ -107,6 +107,7 @@ class World:
             dist.init_process_group(
                 name, store=store, rank=launch.rank, world_size=launch.size, timeout=TIMEOUT
             )
+        # Through the store, before any group is made: which group is right depends on who shares a host.
         store.set(f"shoal/host/{launch.rank}", host_key(launch.host))
         hosts = [store.get(f"shoal/host/{rank}").decode() for rank in range(launch.size)]
         world = World(
@@ -123,13 +124,14 @@ class World:
         return World(launch.rank, launch.size, where, hosts, launcher=launch.launcher)
 
     def alone_among(self) -> World:
-        """The same worker with nobody to talk to."""
+        """This worker without a group: its collectives are with itself."""
         other = copy.copy(self)
         other.group = None
         return other
 
     def cut(self, groups: Sequence[Sequence[int]]) -> World:
         """The smaller world, of those given, that this worker is in. Every worker calls it with the same groups."""
+        # A group more would cost memory and threads, and no call could tell it from this one.
         if list(groups[0]) == list(range(self.size)) and isinstance(self.group, SharedMemoryGroup):
             return self  # everybody, who share memory already
         mine = next(ranks for ranks in groups if self.rank in ranks)
@@ -141,7 +143,7 @@ class World:
         return self._smaller(members, group)
 
     def new_group(self) -> World:
-        """The same workers with a group of their own: its collectives need not come in one order with ours."""
+        """These workers with a second group, whose collectives need not be in one order with those of the first."""
         if self.group is None:  # alone, or imagined
             return self
         group = dist.new_group(
@@ -150,7 +152,7 @@ class World:
         return self._smaller(self.members, group)
 
     def wire(self) -> World:
-        """The same workers joined by sockets, for a thread of each: nothing of theirs comes between our collectives."""
+        """These workers with a gloo group for a thread of each, so that it never interferes with our collectives."""
         if self.group is None:
             return self
         return self._smaller(
@@ -211,7 +213,7 @@ class World:
         return reduce_scatter(self._group, out, tensor)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
-        """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
+        """`out` becomes the parts of all ranks, in rank order; `part` may lie in its place in `out`."""
         if self.group is None:
             if out.data_ptr() != part.data_ptr():
                 out.copy_(part)
@@ -233,7 +235,7 @@ class World:
         return self._group.alltoall_base(out, tensor, [], [], c10d.AllToAllOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
-        """Everybody gets rank `source`'s tensor."""
+        """`tensor` of every rank becomes that of rank `source`."""
         if self.group is None:
             return DONE
         if (hierarchical := self._way(tensor, tensor.nbytes if self.rank == source else 0)) is not None:
@@ -265,9 +267,11 @@ class World:
         """The JSON value of every rank, in rank order."""
         if self.group is None:
             return [mine]
+        # JSON, not pickle: what comes from others is data, and nothing in it is run.
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()
         longest = max(sizes)
+        # all_gather takes equal parts.
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: text.numel()] = text
         table = torch.zeros(self.size * longest, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from shoal.errors import ConfigError
 def mark_frozen(
     used: list[float], names: Sequence[str], trained: Mapping[str, nn.Parameter], workers: int
 ) -> None:
-    """Of those that had no gradient here, mark those that are frozen.
+    """Mark the frozen ones among parameters that had no gradient here.
 
     >>> import torch
     >>> used = [1.0, 0.0]
@@ -26,6 +26,7 @@ def mark_frozen(
     """
     for index, name in enumerate(names):
         if not used[index] and not trained[name].requires_grad:
+            # So low that the sum is negative even if all others had a gradient, and tells how many have frozen it.
             used[index] = -(workers + 1.0)
 
 

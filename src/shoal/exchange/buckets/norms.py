@@ -11,6 +11,7 @@ from shoal.world.world import World
 
 def root_of_sum(squares: float, owners: World, model_world: World) -> float:
     """The norm of the whole gradient, from each worker's share of Σ g². Collective; the same float everywhere."""
+    # Gathered and added in rank order, not all-reduced: the same float on every rank, whatever the backend.
     rows = owners.gather_numbers([squares])
     whole = sum(rows[:, 0].tolist())
     return float(sum(model_world.gather_numbers([whole])[:, 0].tolist()) ** 0.5)

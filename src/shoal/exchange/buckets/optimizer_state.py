@@ -25,7 +25,7 @@ class Kept:
     """How an exchange keeps its state: pieces with the tensors the optimizer knows them by."""
 
     shapes: Mapping[str, torch.Size]
-    """Of what this worker and its peers hold between them of each parameter."""
+    """Shape of each parameter, as this worker and its peers hold it between them."""
     buckets: Sequence[Bucket]
     pieces: Sequence[tuple[Piece, torch.Tensor]]
     optimizer: optim.Optimizer
@@ -44,10 +44,12 @@ def join_state(kept: Kept) -> State:
             if each or key not in kinds:
                 kinds[key] = ["each" if each else "one", str(value.dtype).removeprefix("torch.")]
     agreed: dict[str, list[str]] = {}
+    # A rank that holds no piece, or whose optimizer has made no step yet, does not know the keys: collect them.
     for theirs in kept.owners.gather_values(kinds):
         agreed.update({key: kind for key, kind in theirs.items() if key not in agreed or kind[0] == "each"})
     whole: State = {name: {} for name in kept.shapes}
     present = _present(kept, local)
+    # Sorted: each key is a collective, which all ranks have to start in one order.
     for key, (kind, dtype) in sorted(agreed.items()):
         if kind == "each":
             _join_each(kept, key, getattr(torch, dtype), local, whole)
@@ -95,6 +97,7 @@ def _join_each(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: 
             for piece, entries in local.get(place.name, []):
                 if key in entries:
                     vector[piece.start : piece.start + piece.numel] = entries[key].reshape(-1).cpu()
+        # Bucket by bucket, so that one bucket of extra memory is enough.
         width = bucket.size // kept.owners.size
         mine = vector[kept.owners.rank * width : (kept.owners.rank + 1) * width].clone()
         kept.owners.all_gather(vector, mine).wait()
@@ -109,6 +112,7 @@ def _join_one(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: S
             (float(entries[key]) for _, entries in local.get(name, []) if key in entries), default=-1e300
         )
 
+    # One number a parameter (a count of steps): equal wherever it is known, so the maximum is it.
     rows = kept.owners.gather_numbers([mine(name) for name in kept.shapes])
     for name, value in zip(kept.shapes, rows.amax(0).tolist(), strict=True):
         whole[name][key] = torch.tensor(value, dtype=dtype)

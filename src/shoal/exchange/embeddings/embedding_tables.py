@@ -52,7 +52,7 @@ class StepClaim(Protocol):
     def together(self) -> bool:
         """Whether all workers do the same step."""
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         """Whether rows of that step may be asked for already."""
 
 
@@ -75,7 +75,7 @@ class Tables(RowTables):
         self._coming: dict[int, dict[str, PrefetchedRows]] = {}
         """By step: what has been asked for ahead."""
         self._known: dict[str, PrefetchedRows] = {}
-        """Of this step."""
+        """Prefetched rows of this step, by table."""
         self._own: dict[str, torch.Tensor] = {}
         """Ids that this worker has changed last."""
         self.names = tuple(self._tables)
@@ -162,11 +162,11 @@ class Tables(RowTables):
         ]
         return RowRequest(ids, table.terms.dim, table.dtype, parts)
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         said = any(table.module.ids is not None for table in self._tables.values())
-        return said and self._turn is not None and self._turn.foresees(step)
+        return said and self._turn is not None and self._turn.may_prefetch(step)
 
-    def foresee(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
+    def prefetch(self, step: int, now: Sequence[object], coming: Sequence[object]) -> None:
         """Ask for the rows of the next step's batches, while this worker computes with those of `now`.
 
         Where all parts make one update, the question waits at its server until that is made, and what comes is
@@ -175,8 +175,8 @@ class Tables(RowTables):
         """
         self._coming[step], together = {}, self._together
         for name, table in self._tables.items():
-            ids = table.module.foreseen(coming)
-            mine = None if together else table.module.foreseen(now)
+            ids = table.module.coming_ids(coming)
+            mine = None if together else table.module.coming_ids(now)
             if ids is not None:
                 ids = ids if mine is None else ids[~torch.isin(ids, mine)]
                 self._coming[step][name] = PrefetchedRows.of(self._ask(name, ids, step if together else None))
@@ -201,6 +201,7 @@ class Tables(RowTables):
     def take(self, counts: bool) -> None:
         """A backward pass is over; one of a filler has nothing that counts."""
         for name, table in self._tables.items():
+            # Taken even if they do not count: a filler's rows must not be found by the next pass.
             touched = table.module.take_touched()
             if counts:
                 self._taken[name] += touched
@@ -215,6 +216,8 @@ class Tables(RowTables):
             self._staged.append(gradient)
             self._own[name] = ids
             for shard, mine in table.places(ids):
+                # Sent to every shard, also where it has no rows: a part counts as staged only when all shards have
+                # heard of it.
                 packed = pack(ids.index_select(0, mine), gradient.index_select(0, mine))
                 self.line.stage(shard, claim, packed)
 
@@ -278,6 +281,7 @@ class Tables(RowTables):
 
         answer = ask(-1)()
         while answer.value["count"]:
+            # Before this piece is used: the shard works on the next one meanwhile.
             following = ask(answer.value["last"])
             yield unpack_piece(answer.value, answer.tensor)[1]
             answer = following()

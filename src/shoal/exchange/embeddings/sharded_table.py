@@ -20,11 +20,11 @@ from shoal.server.rows.row_table import RowTable
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """One of them."""
+    """A SparseEmbedding with its shards."""
 
     module: SparseEmbedding
     terms: TableTerms
-    """Of each of its shards."""
+    """The terms of each of its shards."""
     shards: tuple[int, ...]
     """Their numbers."""
 
@@ -101,6 +101,7 @@ def merge(streams: Sequence[Iterator[list[torch.Tensor]]]) -> Iterator[list[torc
     """
     held = {stream: piece for stream in streams if (piece := next(stream, None)) is not None}
     while held:
+        # Up to here every stream is known completely, so these rows can be put in order for good.
         bound = min(int(columns[0].view(-1)[-1]) for columns in held.values())
         ready: list[list[torch.Tensor]] = []
         for stream, columns in list(held.items()):

@@ -29,11 +29,11 @@ class Part:
     """FSDP2's own record of it."""
     bucket: Bucket
     shape: torch.Size
-    """Of what the workers hold of it between them."""
+    """Shape of the parameter, as the workers hold it between them."""
     held: torch.Tensor
     """The rows that are here: always the same memory. May be empty."""
     pieces: tuple[Piece, ...]
-    """The same as a piece of the bucket; none if it is empty."""
+    """`held` as a piece of the bucket; none if it is empty."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -63,6 +63,7 @@ class Part:
 
     def join(self, rows: torch.Tensor, world: World) -> torch.Tensor:
         """The whole of something that every worker has its rows of. Collective."""
+        # FSDP2 cuts by rows, rounded up, so the last ranks may have fewer: all_gather takes equal parts.
         padded = torch.zeros(self.bucket.size // world.size, dtype=rows.dtype, device=rows.device)
         padded[: rows.numel()] = rows.reshape(-1)
         whole = torch.empty(self.bucket.size, dtype=rows.dtype, device=rows.device)
@@ -155,6 +156,7 @@ class RowShards:
 
     def _part(self, index: int, name: str, cell: FsdpParameter, share: float) -> Part:
         shape = fsdp_shape(cell)
+        # As a bucket of its own, so that optimizer state is joined and cut by the code that all bucketed exchanges use.
         size = cell.padded_sharded_param_size.numel() * self.world.size
         bucket = Bucket(index, cell.sharded_param.dtype, (Place(name, 0, shape.numel()),), size, share)
         pieces = pieces_of(bucket, *slice_of(bucket, self.world.size, self.world.rank))

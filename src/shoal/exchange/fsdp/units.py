@@ -148,6 +148,7 @@ def make_real(root: nn.Module, device: torch.device) -> None:
         tied.setdefault(id(parameter), []).append(name)
     root.to_empty(device=device)
     for first, *others in tied.values():  # torch has made each of them a tensor of its own
+        # Tied weights have to be one tensor again, or the optimizer would update two.
         shared = root.get_parameter(first)
         for name in others:
             owner, _, key = name.rpartition(".")
@@ -189,6 +190,7 @@ def can_be_cut(unit: Sequence[ParameterProfile]) -> list[bool]:
     for p in unit:
         if p.trained:
             kinds[p.dtype] += p.numel
+    # FSDP2 gathers a unit in one collective, so what learns in it has to be of one type.
     usual = kinds.most_common(1)[0][0] if kinds else None
     return [
         bool(p.shape) and p.numel > 0 and p.contiguous and (not p.trained or p.dtype == usual) for p in unit

@@ -148,7 +148,7 @@ class Periodic(BucketedExchange):
             + agreement
         )
 
-    # Where things lie.
+    # Layout.
 
     def _lay_out(self) -> None:
         anchors, momenta = self._by_name(self._anchors), self._by_name(self._momenta)
@@ -273,6 +273,8 @@ class Periodic(BucketedExchange):
         counts = self._peers.gather_numbers([self._seen[index]])[:, 0].tolist()
         # Weighted by samples, as one process would; alike where no loss of any worker has counted.
         weight = counts[self._peers.rank] / sum(counts) if sum(counts) else 1 / self._peers.size
+        # Streaming DiLoCo (Douillard et al., 2025): one fragment at a time travels, `delay` steps long, while training
+        # goes on.
         fragment = Travelling(index, due, self._seen[index])
         if self._fragments.delay:
             fragment.resend = {}
@@ -309,7 +311,7 @@ class Periodic(BucketedExchange):
     def _buckets_of(self, index: int) -> list[Bucket]:
         return fragment_of(index, self._fragments.count, self.buckets)
 
-    # What there is to see and to save.
+    # State.
 
     def prepare_save(self) -> None:
         for fragment in list(self._travelling):

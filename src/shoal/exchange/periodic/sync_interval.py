@@ -46,6 +46,7 @@ class Rounds:
     def __init__(self, world: World, interval: SyncInterval) -> None:
         self._world = world
         self._interval = interval
+        # Less a billionth: 0.28 * 25 is a little above 7 in floating point.
         self._needed = math.ceil(interval.quorum * world.size - 1e-9)
         self._waits_for_all = self._needed >= world.size or world.store is None
         if not self._waits_for_all:
@@ -69,6 +70,7 @@ class Rounds:
         if self._waits_for_all or store is None:
             return
         key = f"{self._label}/arrived/{number}"
+        # Exactly one worker finds the number that makes the quorum full, and calls the others.
         if store.add(key, 1) != self._needed:
             return
         until = monotonic() + self._interval.grace

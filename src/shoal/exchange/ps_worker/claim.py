@@ -67,7 +67,7 @@ class WorkClaim:
         """Whether all parts of the step make one update."""
         return self._terms.clock(self.step).together
 
-    def foresees(self, step: int) -> bool:
+    def may_prefetch(self, step: int) -> bool:
         """Whether what is read now may be used in that step: the next, by the same clock, and within its bound."""
         clock = self._terms.clock(self.step)
         if (
@@ -99,6 +99,7 @@ class WorkClaim:
 
     def claim(self, stop: int, join_state: JoinMessage) -> bool:
         """Take the next part there is before step `stop`, or what is left to do in a step; False at the end."""
+        # Before the first claim: by which clock, and how many parts a step has.
         if self._stop < 0:
             self._link.run(self._work.agree(self._terms.message()))
         self._stop = stop
@@ -120,6 +121,7 @@ class WorkClaim:
     def done(self, tally: Tally, expected_count: float, used: str) -> bool:
         """The part is computed, and all servers hold its gradient; True if there is another part to compute."""
         self.mine = tally
+        # The learning rate of an update that holds only this part, see `Trained.step`.
         self.share = tally.count / expected_count if self._weighted else 1 / self._terms.parts
         if not self.together:
             return False

@@ -82,6 +82,8 @@ class FirstUse(TorchFunctionMode):
         # Shapes and types may be read long before the values are; modules would wait too early.
         if func not in _FACTS:
             for leaf in tree_leaves((args, kwargs)):
+                # Every operation on a parameter passes here, also those outside of the module that owns it (tied
+                # weights).
                 if isinstance(leaf, nn.Parameter):
                     self._use(leaf)
         return func(*args, **(kwargs or {}))
@@ -104,7 +106,7 @@ class FirstUse(TorchFunctionMode):
 
 
 def _around(model: nn.Module, names: Mapping[int, str]) -> dict[str, set[str]]:
-    """Of each parameter: the modules that have it, and all around those."""
+    """By parameter: the modules that own it, and all modules around those."""
     found: dict[str, set[str]] = {name: {""} for name in names.values()}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):

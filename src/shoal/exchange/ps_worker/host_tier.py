@@ -34,6 +34,7 @@ class Tier:
         self._world = world
         if whole_host:
             hosts = ranks_by_host(world, "ps(tier=host)")
+            # Parts of a unit are consecutive, as in one process with `accumulate`: see `part`.
             if any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in hosts):
                 raise ConfigError(
                     "ps(tier=host) needs the ranks of a host to follow each other; start with `shoal run`."
@@ -53,6 +54,7 @@ class Tier:
         """Have the leader do something; its result, a plain value, goes to all workers of the host. Collective."""
         if self.local.size == 1:
             return action()
+        # Errors of the leader are raised there and end the host's workers with it: they lose their collective.
         value: T = self.local.gather_values(action() if self.leads else None)[0]
         return value
 

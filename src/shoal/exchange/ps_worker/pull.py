@@ -70,7 +70,7 @@ class Incoming:
                 # If a value was used before it had come, after all, backward says so instead of being wrong.
                 torch.autograd.graph.increment_version([self._trained[piece.name] for piece in shard.pieces])
 
-    # Who waits for what.
+    # Hooks that wait.
 
     def _begin_watching(self) -> None:
         names = {parameter: name for name, parameter in self._trained.items()}

@@ -37,6 +37,7 @@ class ServedState(BucketedExchange):
 
         `oldest`: the step that was not over a moment ago. Who can still claim it can use what was fetched for it.
         """
+        # From a worker first: servers then send the model once and not once for every worker.
         self._fresh = self._transfer.borrow()
         if self._fresh < 0:
             self._transfer.fetch(oldest)
@@ -51,6 +52,7 @@ class ServedState(BucketedExchange):
         claim = self._claim
         if not self._started or not self._tier.leads:
             return
+        # Values of a step that is under way are taken in; else those of the next one are fetched now.
         if not self._transfer.incoming.complete() and self._fresh < 0 <= claim.step and claim.together:
             self._fresh = claim.step + 1
             self._transfer.fetch(self._fresh)

@@ -159,6 +159,7 @@ class Transfer:
                 return False
             if answer.where is None:
                 put(target, found)
+            # Passed on at once, shard by shard: the tree works as a pipeline.
             self._link.lend(int(answer.value["step"]), number, target)
             return True
 
@@ -232,7 +233,7 @@ class Transfer:
         found: LedgerStatus = self._check([request])[0].value
         return found
 
-    # How.
+    # Helpers.
 
     @property
     def ahead(self) -> bool:

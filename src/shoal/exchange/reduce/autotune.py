@@ -31,7 +31,7 @@ WORTH = 0.97
 """Compression loses something: it must be so much faster at least."""
 
 
-class Weighing(Reducer):
+class AutoTune(Reducer):
     """Two reducers, until one of them has turned out to be the faster."""
 
     def __init__(
@@ -63,6 +63,7 @@ class Weighing(Reducer):
     def settle(self) -> None:
         if self._chosen is not None:
             return
+        # Steps below 0 warm both ways up: first calls allocate and connect.
         if self._step >= 0:
             self._times[self._turn()].append(perf_counter() - self._began)
         self._step += 1
@@ -106,6 +107,7 @@ class Weighing(Reducer):
             return self._other if self.compresses_now else self._plain
         if self._left:
             for start, part in self._left.pop(bucket.index, ()):
+                # What compression has left over is not lost: it goes into the first plain sum.
                 vector[start : start + part.numel()].add_(part)
                 part.zero_()
             if not self._left:  # nothing is kept of what is not used
@@ -114,6 +116,7 @@ class Weighing(Reducer):
 
     def _decide(self, last: bool) -> None:
         """All workers see the same numbers and choose alike."""
+        # The median, because single steps are disturbed by others; the slowest worker, because the rest wait for it.
         slowest = self._world.gather_numbers([median(t) for t in self._times]).amax(0).tolist()
         plain, other = self._model_world.gather_numbers(slowest).amax(0).tolist()
         clear = max(plain, other) > CLEAR * min(plain, other)

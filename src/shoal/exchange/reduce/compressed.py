@@ -200,7 +200,7 @@ class Compressed(Reducer):
             compressed.keep()
         compressed.clear(part.chunk(len(compressed.starts)))
 
-    # What there is for a vector.
+    # Codes and residuals of a bucket.
 
     def _make_bucket(
         self, bucket: Bucket, shapes: Mapping[str, torch.Size], scattered: bool

@@ -22,7 +22,7 @@ class CompressedBucket:
     starts: list[int]
     """Where each slice of it begins in the bucket; a code may be for all of them."""
     width: int
-    """Of a slice."""
+    """Elements of a slice."""
     scattered: bool = False
     """Whether each worker gets the sum of its own slice only."""
     turn: int = 0

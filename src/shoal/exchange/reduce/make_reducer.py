@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.compress.base import Compressor
-from shoal.exchange.reduce.autotune import Weighing
+from shoal.exchange.reduce.autotune import AutoTune
 from shoal.exchange.reduce.compressed import Compressed
 from shoal.exchange.reduce.reducer import Plain, Reducer
 from shoal.world.world import World
@@ -17,4 +17,4 @@ def make_reducer(world: World, compressor: Compressor | None, model_world: World
     if compressor is None or world.size == 1:
         return Plain(world)
     made = Compressed(world, compressor)
-    return Weighing(world, Plain(world), made, compressor, model_world) if compressor.tried else made
+    return AutoTune(world, Plain(world), made, compressor, model_world) if compressor.tried else made

@@ -29,6 +29,7 @@ def lay_out_keeping(
     reducer: Reducer, buckets: Sequence[Bucket], shapes: Mapping[str, torch.Size], scattered: bool
 ) -> None:
     """Give a reducer other buckets, and keep its residuals."""
+    # By parameter: what a bucket is, and where in it a parameter lies, changes with the layout.
     before = {owned.held.name: owned.held.tensor.clone() for owned in unsent(reducer, saving=True)}
     reducer.lay_out(buckets, shapes, scattered)
     put_back(reducer, before)

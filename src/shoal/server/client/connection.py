@@ -122,6 +122,8 @@ class Link:
             lender = int(found[0])
             address = str(found[1])
             self._connect(lender, address, max(shards))
+            # A tree of hosts instead of all from the servers, whose line would else carry the model once for every
+            # worker (decision 0025).
             step = self._borrow_from(lender, shards, take)
             self._errands.append(lambda: self._transport.wire.disconnect(lender))
             self._errands.append(self._transport.opened.close)  # what it lends must not stay for our sake
@@ -141,6 +143,8 @@ class Link:
             self._lender = lender
             far = not same_host(self.me, lender)
             self._errands.append(lambda: self._transport.wire.connect(lender, address, ahead=far))
+            # To the client one worker looks like servers with chains of one: requests, resends and patience are the
+            # same.
             chains = ((COORDINATOR,), *[(lender,)] * shards)
             self._peers.change_view(View(2, chains), self.now())
 
@@ -227,7 +231,7 @@ class Link:
                 )
 
     def _check_answers(self, requests: Sequence[Request], seconds: float) -> None:
-        """What is to be done is done at once, or after its bytes have come; only questions may have to wait."""
+        """Raise if a call is unanswered for too long. Servers carry calls out at once; only questions may wait."""
         for request in requests:
             if (
                 not request.done
@@ -258,6 +262,7 @@ class Link:
                         self.client.on_time(now)
                         self._peers.on_time(now)
                         self.lent.on_time(now)
+                        # Sent even when nothing else is: silence is how the coordinator notices that a worker is gone.
                         self._out.append((COORDINATOR, self._sign(now)))
                     if arrived:
                         self._heard = now
@@ -299,6 +304,7 @@ class Link:
             self._problem = self.client.view.failed
 
     def _send_all(self) -> None:
+        # Before messages: one may be for a peer that an errand connects to.
         while self._errands:
             self._errands.popleft()()
         while self._out:

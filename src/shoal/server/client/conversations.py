@@ -88,6 +88,7 @@ class WorkerProtocol:
                 return Claim(int(found["step"]), int(found["part"]), found["join_state"], self.floor)
             if found["end"]:
                 return None
+            # The question is parked at the ledger until the clock lets this worker go on: no polling.
             yield from self._answer(self.client.ask(LEDGER, "turn", {"stop": stop}))
 
     def stage(
@@ -117,6 +118,7 @@ class WorkerProtocol:
     def done(self, claim: tuple[int, int], total: float, count: float, used: str) -> Conversation[DoneAnswer]:
         """A part is finished."""
         yield from self.staged()
+        # After all servers hold the gradient: when the ledger says that a part is done, it can be used.
         args = {"part": claim[1], "total": total, "count": count, "used": used}
         answer: DoneAnswer = yield from self._call("done", args, claim[0])
         return answer
@@ -127,6 +129,7 @@ class WorkerProtocol:
             found: TallyAnswer = yield from self._answer(self.client.ask(LEDGER, "tally", clock=step))
             if "free" not in found:
                 return found
+            # Another worker may have been quicker; then wait on.
             taken: TakeAnswer = yield from self._call("take", None, step)
             if taken["part"] >= 0:
                 return {"part": taken["part"]}
@@ -136,7 +139,7 @@ class WorkerProtocol:
         self._applied = step
 
     def everywhere(self, name: str, step: int, args: object) -> Conversation[None]:
-        """The same call to every shard but the ledger."""
+        """Make one call to every shard but the ledger."""
         requests = [self.client.call(shard, name, args, step) for shard in self.shards]
         yield requests
         for request in requests:

@@ -80,6 +80,7 @@ class Client:
         request.codec = codec
         queue = self._calls.setdefault(shard, deque())
         queue.append(request)
+        # One call at a time for each shard: the server keeps the outcome of the last one only (Session).
         if len(queue) == 1:
             self._put(request)
         return request
@@ -108,6 +109,8 @@ class Client:
             view = View.from_meta(message.meta)
             if view.epoch < self.view.epoch:
                 # From a new coordinator, maybe, that nobody has told of the later one.
+                # As a witness: a coordinator started anew may have lost all memory of this job, and servers may be gone
+                # that knew.
                 sign = {"role": "witness", "view": self.view.to_meta()}
                 self._send(
                     COORDINATOR, Message(MessageKind.ALIVE, self.view.epoch, client=self.me, meta=sign)
@@ -129,6 +132,7 @@ class Client:
         queue = self._calls.get(shard)
         if (shard, seq) in self._asks:
             self._put(self._asks[shard, seq])
+        # Only the first of the queue has been sent.
         elif queue and queue[0].seq == seq:
             self._put(queue[0])
 
@@ -164,9 +168,11 @@ class Client:
         target = (
             self.view.head(request.shard)
             if request.kind == MessageKind.CALL
+            # Chain replication: updates enter at the head; the tail answers, which knows only what all copies hold.
             else self.view.tail(request.shard)
         )
         near = self._near(target)
+        # In shared memory nothing has to cross a wire, so nothing has to be waited for.
         request.weight = 0 if near else request.weight
         # On a slow wire a request is not lost while the bytes before it are still going out.
         ahead = 0 if near else sum(other.weight for other in self._under_way())  # this one among them

@@ -34,6 +34,7 @@ def own_address(coordinator: str) -> str | None:
     try:
         family, kind, protocol, _, there = socket.getaddrinfo(found[1], found[2], type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as line:
+            # The route to the coordinator tells which of this host's addresses other hosts reach.
             line.connect(there)  # sends nothing
             mine = ipaddress.ip_address(line.getsockname()[0].partition("%")[0])
     except (OSError, ValueError):
@@ -60,6 +61,7 @@ class Lent:
 
     def add(self, step: int, shard: int, values: torch.Tensor, now: float) -> None:
         """Keep a copy of values of a shard that `step` begins with."""
+        # A copy: the first update changes the worker's own values, while others may still be reading.
         kept = Values(values.numel(), values.dtype)
         put(kept.tensor, values)
         self._step = step

@@ -99,6 +99,7 @@ class Dense(Machine):
         return bool(self._done) or (self._shard is not None and bool(self._shard.staged.steps))
 
     def _init(self, op: Operation) -> Answer:
+        # Initial values may come twice; memory is used again, so that workers which have it mapped see the new ones.
         before = None if self._shard is None or self._begun else self._shard.memory
         try:
             clock = natural(op.clock, "the step")
@@ -137,6 +138,7 @@ class Dense(Machine):
             gradient = shard.gradient_of(op, micro)
         except _UNREADABLE as error:
             raise arguments.refusal(op, error) from None
+        # A call that comes again after a change of head, or the part of a worker that was thought lost.
         if self._is_done(op.clock, part) or shard.staged.has(op.clock, part, micro):
             return Answer({"dup": True})
         self._unsee(op.clock)
@@ -155,10 +157,12 @@ class Dense(Machine):
             shard.trained.check_state()
         except _UNREADABLE as error:
             raise arguments.refusal(op, error) from None
+        # All checks are over: from here on nothing may fail, or copies would differ.
         gradient = self._take(shard, op.clock, update.named)
         if op.args.get("keep"):
             self._kept = (op.clock, gradient.clone())
         shard.trained.set(update.settings)
+        # Readers on this host look into the memory itself; the sequence number is odd while it changes.
         with shard.memory.writing():
             shard.trained.step(gradient, update.used, update.factor, update.limit, update.share)
         shard.staged.pool.give_back(gradient)
@@ -213,6 +217,7 @@ class Dense(Machine):
     def _take(self, shard: DenseShard, step: int, named: Named) -> torch.Tensor:
         seen = self._seen
         self._seen = None
+        # The sum was made for the norm already; clipping asks first, and the update takes it over.
         if seen is not None and seen[:2] == (step, named):
             shard.staged.forget(step, named.parts)
             return seen[2]
@@ -235,6 +240,7 @@ class Dense(Machine):
                 self._unsee(self._seen[0])
             shard.staged.forget_below(floor)
             self._done = {step: parts for step, parts in self._done.items() if step >= floor}
+            # Kept for some steps below the floor, for workers that are late.
             self._norms = {step: norm for step, norm in self._norms.items() if step >= floor - _LATE}
 
     # Questions.
@@ -242,6 +248,7 @@ class Dense(Machine):
     def _values(self, shard: DenseShard, op: Operation) -> Answer | None:
         wanted = natural((op.args or {}).get("applied", 0), "applied")
         over = self._floor
+        # Steps that are applied here, though the ledger has not moved the floor yet.
         while over in self._done:
             over += 1
         if over < wanted:

@@ -61,8 +61,10 @@ class DenseShard:
         size = values.numel()
         dtype = values.dtype
         fits = before is not None and before.fits(size, dtype)
+        # Versions go on, so that a reader that has the old memory mapped notices the change.
         version = 0 if before is None else before.version
         memory = before if before is not None and fits else Values(size, dtype, version)
+        # Before the values are written: if the optimizer is refused, the shard before it is as it was.
         shard = cls(given, memory)
         with memory.writing():
             put(memory.tensor, values)

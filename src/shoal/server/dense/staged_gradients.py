@@ -151,6 +151,7 @@ class Staged:
         if self.aggregate.sums:
             sums = [self._sum(vectors, mine) for micro in micros if (vectors := micro.vectors(parts))]
             return self._sum_of(sums)
+        # Median and its like compare parts: micro-batches of one part are summed first.
         whole = [self._sum([m.waiting[part] for m in micros if part in m.waiting], mine) for part in parts]
         out = self.pool.empty()
         self.aggregate.combine([vector for vector, _ in whole], counts, out)

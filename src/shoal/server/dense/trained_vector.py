@@ -70,6 +70,7 @@ class Trained:
         self.values = values
         self.pieces = list(pieces)
         self.description = description
+        # Views: the optimizer changes the values where they lie, in memory that workers of this host read.
         self.tensors = [values[piece.start : piece.start + piece.numel] for piece in pieces]
         groups: list[list[torch.Tensor]] = [[] for _ in description["groups"]]
         for index, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True)):
@@ -108,6 +109,7 @@ class Trained:
                 old = described.get(key, self.optimizer.defaults[key])
                 if key in _HOW:
                     continue
+                # A flag that changes in the middle (amsgrad, nesterov) would need state that is not there.
                 if _form(value) != _form(old) or (_is_flag(value) and value != old):
                     raise Refused(f"{whose}: {key} went from {old} to {value}; in a run only numbers change.")
                 if key == "momentum" and bool(value) != bool(old):
@@ -150,6 +152,8 @@ class Trained:
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
+                # Under ssp and asp each part is an update of its own, with its share of the rate: the shares of a step
+                # make up one.
                 group["lr"] = rate * share
             step_scaled(self.optimizer, lambda: [gradient], factor, limit)
         finally:

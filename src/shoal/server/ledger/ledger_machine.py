@@ -166,6 +166,7 @@ class Ledger(Machine):
         """A part is finished: its gradient is where it belongs, on all shards."""
         part = int(op.args["part"])
         step = self.steps.get(op.clock)
+        # The part was given to another while this worker was thought lost. The one that came first counts.
         if op.clock < self.oldest or step is None or part in step.done:
             return {"dup": True}
         together = self.terms.clock(op.clock).together
@@ -238,6 +239,7 @@ class Ledger(Machine):
         step = self.oldest
         while step < stop:
             clock = self.terms.clock(step)
+            # Clocks are monotone: if a step may not begin, no later one may.
             if not clock.may_begin(step, self.oldest):
                 return None
             together = clock.together
@@ -250,6 +252,7 @@ class Ledger(Machine):
                 if self._free(entry, part, rank) or (not together and self._unclaimed(entry, part)):
                     return step, part
             if together:
+                # All parts of this step are given out, and a later one may not begin: help to finish it.
                 return step, -1
             step += 1
         return None

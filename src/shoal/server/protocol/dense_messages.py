@@ -9,7 +9,7 @@ from shoal.server.protocol.optimizer_description import OptimizerDescription, Se
 
 
 class InitArguments(TypedDict):
-    """Of `init`, beside the values themselves."""
+    """Arguments of `init`; the values themselves are the tensor."""
 
     pieces: list[list[int]]
     """[start, numel, group] of each piece."""
@@ -22,18 +22,18 @@ class InitArguments(TypedDict):
 
 
 class NamedParts(TypedDict):
-    """Of `drop`: the parts of a step that are over with it."""
+    """Arguments of `drop`: the parts of a step that will not be applied."""
 
     parts: Sequence[Sequence[float]]
     """[part, count]"""
     floor: NotRequired[int]
     """Every step before it is over."""
     norm: NotRequired[float | None]
-    """Of the whole gradient, if somebody has asked for it: shards remember it for workers that ask late."""
+    """Norm of the whole gradient, if it was computed: shards keep it for workers that ask late."""
 
 
 class UpdateArguments(NamedParts):
-    """Of `apply`."""
+    """Arguments of `apply`."""
 
     factor: NotRequired[float]
     limit: NotRequired[float | None]
@@ -47,7 +47,7 @@ class UpdateArguments(NamedParts):
 
 
 class StateEntry(TypedDict):
-    """Of `state`: one key of the optimizer's state, but for a tensor with one number an element."""
+    """Arguments of `state`: one key of the optimizer's state. State by element travels as the tensor."""
 
     key: str
     each: bool

@@ -167,6 +167,7 @@ def _place_some(
     held = dict.fromkeys(slots, 0)
     heads = dict.fromkeys(slots, 0)
     room = _SLACK * sum(sizes[shard] for shard in shards) / len(slots)
+    # Largest first, as in bin packing: small ones then even out what is left.
     for shard in sorted(shards, key=lambda s: (-sizes[s], s)):
         drawn = sorted(slots, key=lambda slot: _draw(shard, slot), reverse=True)
         size = sizes[shard]
@@ -182,4 +183,5 @@ def _place_some(
 
 
 def _draw(shard: int, slot: int) -> int:
+    # The same number in every process and version, unlike `hash`.
     return int(xxhash.xxh3_64_intdigest(f"shard {shard} slot {slot}".encode()))

@@ -53,7 +53,7 @@ class WorkTerms:
         return cls(parts, clocks, backup)
 
     def message(self) -> TermsMessage:
-        """The same terms as they travel."""
+        """These terms as a plain value."""
         texts = [(begin, str(clock)) for begin, clock in self.clocks]
         return {"parts": self.parts, "clocks": texts, "backup": self.backup}
 

@@ -50,7 +50,7 @@ class Chain:
     committed: int = 0
     """Up to here, everybody holds everything."""
     handover: Handover = field(default_factory=Handover)
-    """What is on its way to the next server."""
+    """Operations sent to the next server and not yet confirmed by it."""
     log_limit: float = 0.0
     """Bytes that the log may take."""
     sessions: dict[int, Session] = field(default_factory=dict)

@@ -303,6 +303,7 @@ class Coordinator:
         self._announced = now
         self._tell(everybody=True)
         self._client.change_view(self.view, now)
+        # A coordinator that has taken over does not know which workers there were; the ledger does.
         if self._base >> GENERATION_BITS > 1 and not self._took_over:
             self._took_over = True
             self._client.ask(LEDGER, "status", then=self._meet_workers)

@@ -23,7 +23,7 @@ class Handover:
     log: dict[int, Message] = field(default_factory=dict)
     """What has been applied here and is not known to be held there, in its order."""
     nbytes: int = 0
-    """Of the log's numbers."""
+    """Bytes of the tensors in the log."""
     confirmed: int = 0
     """Up to here, the next server holds everything."""
     passed: int = 0
@@ -62,7 +62,7 @@ class Handover:
             self.nbytes -= _size(self.log.pop(first))
 
     def rewind(self) -> None:
-        """What is not confirmed goes out again."""
+        """Send everything again that is not confirmed."""
         self.passed = self.confirmed
 
     def outgoing(self, now: float) -> list[Message]:

@@ -16,7 +16,7 @@ ENDED = "all servers that this run had its state on have ended; start again from
 
 @dataclass
 class Server:
-    """What is known of a server."""
+    """A server as the coordinator knows it."""
 
     address: str
     heard: float
@@ -34,7 +34,7 @@ class Server:
 
 @dataclass
 class Worker:
-    """What is known of a worker."""
+    """A worker as the coordinator knows it."""
 
     heard: float
     rank: int
@@ -66,6 +66,7 @@ class ServiceTerms:
 
 def first_view(terms: ServiceTerms, known: Mapping[int, Server]) -> View:
     """The shards placed on as many servers as the job asks for."""
+    # A fixed order: a coordinator that takes over decides as the first would have.
     chosen = sorted(known, key=lambda server: (known[server].slot, server))[: terms.servers]
     chains = place(terms.sizes, range(len(chosen)), terms.replicas, terms.kinds)
     return View(
@@ -121,6 +122,7 @@ def would_hold(view: View, who: int, epoch: int, whole: set[int]) -> set[int]:
     """The shards of a view that a server has whole, or will have when it takes the view, by what it has in its own."""
     since = view.since.get(who)
     mine = {shard for shard, chain in enumerate(view.chains) if who in chain}
+    # It has seen no view: of a new job there is nothing to have, of an older one it lacks all.
     if epoch == 0:
         return mine if since is not None and since == view.born else set()
     return whole & mine if since is not None and since <= epoch else set()
@@ -143,6 +145,7 @@ def lighter(view: View, busy: Mapping[int, float], uneven: float) -> View | None
             return replace(view, chains=tuple(chains))
     most = max(busy, key=lambda s: busy[s])
     least = min(busy, key=lambda s: busy[s])
+    # The ledger is small and asked by all: moving it would cost more than it brings.
     here = [shard for shard, chain in enumerate(chains) if shard != LEDGER and most in chain]
     movable = [shard for shard in here if least not in chains[shard]]
     if busy[most] - busy[least] < uneven or len(here) < 2 or not movable:
@@ -183,6 +186,7 @@ def repaired(view: View, alive: Mapping[int, Server], spare: Sequence[int]) -> V
     """The view without those who are gone, and others in their places, who have to catch up first; or with the chains
     as they were, and why they cannot go on."""
     slots = {server: slot for server, slot in view.slots.items() if server in alive}
+    # A server that joins takes the slot of one that is gone, so shards keep their places.
     free = sorted(set(range(view.places)) - set(slots.values()))
     joining = dict(zip(spare, free, strict=False))
     chains = []
@@ -190,6 +194,7 @@ def repaired(view: View, alive: Mapping[int, Server], spare: Sequence[int]) -> V
     failed = ""
     for shard, chain in enumerate(view.chains):
         left = [server for server in chain if server in alive]
+        # No copy that has all that was answered: going on would take back updates that workers have seen.
         if not any(shard in alive[server].whole for server in left):
             failed = lost_sentence(shard, view)
         # Whoever holds the shard whole comes first: the others get it from there.
@@ -238,6 +243,7 @@ def source_of(who: int, workers: Mapping[int, Worker]) -> tuple[int, str, bool] 
     source = first[host_of(who)]
     leads = first[host_of(who)] == who
     if leads:
+        # One worker a host, by rank: the nodes of the tree. Others of the host get theirs from that one, in memory.
         order = list(first.values())
         place = order.index(who)
         source = order[(place - 1) // _CHILDREN] if place else who

@@ -27,7 +27,7 @@ class GrowingMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, used or not."""
+        """Allocated bytes, used or not."""
         return self._bytes.nbytes
 
     @property
@@ -42,7 +42,7 @@ class GrowingMatrix:
 
     @property
     def array(self) -> npt.NDArray[np.int64]:
-        """The same as a flat array, for a column of whole numbers."""
+        """The rows as a flat array, for a column of whole numbers."""
         made: npt.NDArray[np.int64] = self.tensor.view(-1).numpy()
         return made
 

@@ -43,7 +43,7 @@ class RowPartsState(TypedDict):
 
 
 class RowParts:
-    """What is staged and what is done, by step and part."""
+    """Staged gradients and finished parts, by step and part."""
 
     def __init__(self, dim: int, dtype: torch.dtype, start: int = 0) -> None:
         self._dim = dim
@@ -93,11 +93,12 @@ class RowParts:
         total = torch.zeros(ids.size, self._dim, dtype=self._dtype)
         for one in staged:
             places = torch.from_numpy(np.searchsorted(ids, one.ids))
+            # Ids are unique within a part, so each place is read and written once.
             total.index_copy_(0, places, total.index_select(0, places).add_(one.rows))
         return RowGradient(ids, total)
 
     def look(self, step: int, parts: Sequence[int]) -> RowGradient | None:
-        """The same for who only asks: a question may overtake the parts it is about; None if one is still to come."""
+        """As `sum`, for a question, which may overtake the parts it is about: None if one is still to come."""
         coming = any(not self.has(step, part) and not self.is_over(step, part) for part in parts)
         return None if coming else self.sum(step, parts)
 

@@ -144,6 +144,7 @@ class RowMachine(Machine):
     def _init(self, op: Operation) -> Answer:
         """Replaces everything, before training begins. The first step to come is that of the operation."""
         late = self._terms is not None and self._parts.begun  # of a worker that was thought lost
+        # A late one is still checked, on a machine that is thrown away: every copy must refuse or accept alike.
         (RowMachine() if late else self).begin(TableTerms.of(op.args), op.clock)
         return Answer({})
 
@@ -168,6 +169,7 @@ class RowMachine(Machine):
         if settings is not None:
             self._optimizer = self._optimizer.with_settings(settings)
         if factor != 1.0:
+            # In place: the sum of several parts is new memory, and a single part goes with this update.
             gradient.rows.mul_(factor)
         if limit is not None:
             gradient.rows.clamp_(-limit, limit)
@@ -182,9 +184,11 @@ class RowMachine(Machine):
         slots, new = table.enter(gradient.ids)
         values = table.columns[VALUES]
         steps = table.columns[STEP]
+        # Rows come into being at their first update; before it, a read computes the same first values from the seed.
         if bool(new.any()):
             values.put(slots[new], self._first_rows(gradient.ids[new.numpy()]))
         each = max(1, _CHUNK // self._set.dim)
+        # In pieces: the temporaries of an optimizer step stay in the cache.
         for start in range(0, len(slots), each):
             some = slots[start : start + each]
             part = gradient.rows[start : start + each]
@@ -219,6 +223,7 @@ class RowMachine(Machine):
     def _read(self, op: Operation) -> Answer | None:
         """Rows by id; an id may occur twice. Not before the steps below `applied` are."""
         terms = self._set
+        # None: the question is parked until then.
         if op.args and self._parts.reached < _whole(op, "applied", 0):
             return None
         if op.tensor is None:
@@ -248,6 +253,7 @@ class RowMachine(Machine):
     def _squares(self, op: Operation) -> Answer | None:
         """The sum of its squares; of a step whose update is made, the norm that it had."""
         parts = _parts(op)
+        # Another worker was quicker with the update: all go by the norm it used.
         if all(self._parts.is_over(op.clock, part) for part in parts):
             return Answer({"norm": self._parts.norms.get(op.clock)})
         found = self._parts.look(op.clock, parts)
@@ -263,7 +269,7 @@ class RowMachine(Machine):
         return Answer({**value, "last": int(columns[0][-1]) if len(slots) else after}, packed)
 
     def facts(self) -> dict[str, object]:
-        """What there is, in numbers, and of which table."""
+        """Name of the table, rows, bytes and evictions of this shard."""
         return {"name": self._set.name, **self._counts()}
 
     def _counts(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ import torch
 from shoal.server.protocol.state_machine import Refused
 
 Settings = Mapping[str, Any]
-"""Of one group, by torch's own names; what an update computes with is checked to be numbers."""
+"""Settings of one group, by torch's own names; those that an update computes with are checked to be numbers."""
 State = Mapping[str, torch.Tensor]
 """By torch's own names: [n, dim] each."""
 
@@ -57,7 +57,7 @@ class RowOptimizer:
         return cls(kind, settings, RULES[kind].state(settings))
 
     def with_settings(self, groups: object) -> RowOptimizer:
-        """The same with other settings, as a schedule changes them; they may not need state that is not there."""
+        """This optimizer with other settings, as a schedule changes them; they may not need state that is not there."""
         checked = _checked(self.kind, groups)
         missing = set(RULES[self.kind].state(checked)) - set(self.state)
         if missing:
@@ -144,6 +144,7 @@ def _adam_step(
     done = steps.double() + 1
     scale = (s["lr"] / (1 - first**done)).to(rows.dtype).unsqueeze(1)
     root = (1 - second**done).sqrt_().to(rows.dtype).unsqueeze(1)
+    # In the memory of the gradient, which is used up.
     below = torch.sqrt(square, out=gradient).div_(root).add_(s.get("eps", 1e-8))
     rows.sub_(torch.div(mean, below, out=below).mul_(scale))
 

@@ -122,6 +122,7 @@ def shard_of(ids: npt.NDArray[np.int64], shards: int) -> Ids:
     >>> shard_of(np.arange(6), 2).tolist()
     [1, 1, 0, 1, 0, 0]
     """
+    # By hash, not by range: ids in use are seldom spread evenly, frequent words come first.
     return (hash_keys(ids) % np.uint64(shards)).astype(np.int64)
 
 
@@ -162,5 +163,6 @@ def _padded(size: int) -> int:
 def _read(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as numbers, in place where they lie on whole numbers."""
     if packed.storage_offset() % dtype.itemsize or packed.data_ptr() % dtype.itemsize:
+        # A view as wider numbers needs an aligned address; a message may begin anywhere.
         packed = packed.clone()
     return packed.contiguous().view(dtype)

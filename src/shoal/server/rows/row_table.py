@@ -48,7 +48,7 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, used or not."""
+        """Allocated bytes, used or not."""
         return self._slots.nbytes + sum(column.nbytes for column in self.columns.values())
 
     def find(self, ids: Ids) -> Ids:
@@ -126,10 +126,12 @@ class RowTable:
         for gone in leaving:
             # They leave at the end of this eviction, and must not be chosen twice.
             stays[self._slots.find(gone)] = False
+        # Rows of the present step last: they are the ones in use.
         old = np.flatnonzero(stays & (clock < self.now))
         all_alike = not old.size
         if all_alike:
             old = np.flatnonzero(stays)
+        # A partial sort of a sixteenth: finding candidates costs a pass over all rows, so one pass has to last.
         wanted = max(extra, old.size // 16)
         if wanted < old.size:
             old = old[clock[old] <= np.partition(clock[old], wanted - 1)[wanted - 1]]
@@ -143,6 +145,7 @@ class RowTable:
         count = len(self) - ids.size
         self._slots.remove(ids)
         places = torch.from_numpy(np.sort(slots[slots < count]))
+        # Rows from the end fill the gaps: columns stay dense, and a removal costs what it removes.
         moved = torch.from_numpy(np.setdiff1d(np.arange(count, len(self)), slots, assume_unique=True))
         if len(moved):
             self._slots.move(self.columns[ID].array[moved.numpy()], places.numpy())

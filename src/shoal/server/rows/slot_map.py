@@ -45,6 +45,7 @@ class Slots:
 
     def add(self, ids: Ids, slots: Ids) -> None:
         """Map ids that are not in the map yet."""
+        # At most 60 % full; places that were left count, since searches run through them.
         if 5 * (self._used + ids.size) > 3 * self._keys.size:
             self._grow(self._count + ids.size)
         self._insert(ids, slots.astype(np.uint32))
@@ -73,6 +74,7 @@ class Slots:
         places = self._home(ids)
         seen = self._keys[places]
         places[seen == _EMPTY] = -1
+        # Linear probing, for all ids at once: in each round only those that have met another id go on.
         asking = np.flatnonzero((seen != ids) & (seen != _EMPTY))
         wanted = ids[asking]
         at = places[asking]

@@ -1,4 +1,4 @@
-"""Who may come in, and where: the addresses that a process may listen at, and the keys that it asks for."""
+"""Authentication: which addresses a process may listen at, and which keys a client needs to connect."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ class Gate:
     def _knows(self, question: list[bytes]) -> bool:
         # Version, number, domain, address, name, mechanism, then the client's key, or a user and a word.
         if len(question) == 7 and question[5] == b"CURVE":
+            # In constant time: how long a comparison takes must not tell how much of a key was right.
             return hmac.compare_digest(question[6], self._key)
         if (
             len(question) == 8
             and (question[2], question[5]) == (DOMAIN, b"PLAIN")
             and question[7] in self._words
         ):
+            # One connection for each word.
             self._words.discard(question[7])
             return True
         return False

@@ -117,6 +117,8 @@ def encode(message: Message, ticket: bytes = b"") -> list[Part]:
         )
     except struct.error as error:
         raise BadFrame(f"a number does not fit into the header of a {message.kind.name}: {error}") from None
+    # TCP's checksum is weak, and a tensor that changes while it is being sent would arrive as a mixture: xxh3 finds
+    # both.
     head += SUM.pack(checksum(head, meta, ticket or payload))
     return [head, meta, ticket or payload] if code else [head, meta]
 
@@ -134,6 +136,7 @@ def payload_of(message: Message) -> Part:
         raise BadFrame(f"a tensor of {tensor.nbytes} bytes; at most {PAYLOAD_LIMIT} are sent at once")
     if not tensor.numel():
         return b""
+    # A view of the tensor's memory, which zmq sends without a copy.
     return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 

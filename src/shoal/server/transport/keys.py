@@ -78,6 +78,7 @@ class JobKeys:
             try:
                 with os.fdopen(fd, "w") as file:
                     file.write(self.to_text())
+                # Whole or not at all: another process may read the file at this moment.
                 os.replace(draft, path)
             except BaseException:
                 os.unlink(draft)
@@ -108,6 +109,7 @@ def _is_key(key: bytes) -> bool:
 def _check_private(path: Path, facts: os.stat_result) -> None:
     if not stat.S_ISREG(facts.st_mode):
         raise ConfigError(f"{path} is not a plain file; name another place for the keys.")
+    # A file of another user could be changed by that one at any time.
     if facts.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{path} belongs to user {facts.st_uid}; keep the keys in a file of your own.")
     if facts.st_mode & 0o077:

@@ -59,7 +59,7 @@ class ShmTransport:
         self._sightless: set[int] = set()
         """Peers that could not open a snapshot's memory: they get bytes from then on."""
         self.shared_bytes = 0
-        """What others read in memory instead of on the wire."""
+        """Bytes that peers read in shared memory instead of from the wire."""
 
     def know(self, peer: int, address: str) -> None:
         """Where a process listens."""

@@ -285,7 +285,7 @@ class Wire:
             self._bulk.hear(sender, said, host_in(address), time.monotonic())
 
     def _arrived(self) -> list[tuple[int, Message]]:
-        """What is whole by now."""
+        """Messages that are complete by now; senders whose pieces are overdue are told."""
         for sender in self._inbox.overdue(time.monotonic()):
             self._say(sender, False)
         return self._inbox.take_ready()

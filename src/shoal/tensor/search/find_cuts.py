@@ -23,7 +23,7 @@ from shoal.tensor.search.vocabulary import find_vocabulary, unfit
 
 
 class _Finder:
-    """What is known about a model while its cuts are looked for."""
+    """State of the search for cuts: the model, its trace, and the cuts found so far."""
 
     def __init__(self, model: nn.Module, trace: Trace, degree: int, rules: Mapping[str, str]) -> None:
         self.model = model
@@ -69,6 +69,7 @@ class _Finder:
         parameters = list(module.parameters())
         if is_parametrized(module) or any(not p.is_floating_point() for p in parameters):
             return "its weight is computed from other values, or quantised"
+        # Code outside of the layer would read a part where it expects the whole.
         if any(id(p) in self.trace.bare for p in parameters):
             return "its weight is also used outside of it"
         return None
@@ -109,6 +110,7 @@ class _Finder:
 
     def row(self, name: str, why: str) -> Cut:
         module = self.modules[name]
+        # Only the weight: a row's bias is added once, after the sum, and stays whole.
         piece = TensorCut(1 - out_dim(module), (inputs(module),))
         return Cut(name, "row", why, ((_join(name, "weight"), piece),))
 
@@ -145,10 +147,12 @@ def find_cuts(model: nn.Module, run: Callable[[], object], degree: int, rules: M
     trace = watch(model, run)
     finder = _Finder(model, trace, degree, matched)
     _attentions(finder)
+    # The order decides who takes a layer that several rules would cut: attention before generic pairs, which know
+    # nothing of heads.
     _families(finder)
     _vocabulary(finder)
     _pairs(finder)
-    ruled = _asked(finder)
+    ruled = _ruled(finder)
     order = {name: place for place, name in enumerate(finder.modules)}
     cuts = tuple(sorted(finder.cuts.values(), key=lambda cut: order[cut.module]))
     whole = _whole(finder, cuts)
@@ -162,6 +166,7 @@ def find_cuts(model: nn.Module, run: Callable[[], object], degree: int, rules: M
     blocks, length, obstacle = find_blocks(model, trace, cuts)
     if ruled:
         lines = [finder.cuts[name] for name in ruled]
+        # The user's word for a cut is no proof: the found ones follow from the trace, these are tried.
         check_between(model, trace, lines)
         prove(model, run, lines, degree)
     return Cuts(cuts, whole, degree, _head(trace, cuts), blocks, length, obstacle)
@@ -193,6 +198,7 @@ def _families(finder: _Finder) -> None:
         row = _join(name, family.row)
         reason = next((why for one in (*columns, row) if (why := finder.refuse_shared(one))), None)
         heads = heads_of(module, family)
+        # They would come out cut by heads, and nothing puts them together.
         if any(tensor in trace.returned for span in trace.spans[name] for tensor in span.outputs[1:]):
             reason = "the model returns its attention weights"
         if reason is not None:
@@ -235,7 +241,7 @@ def _pairs(finder: _Finder) -> None:
         finder.add(_grouped(finder.row(pair.row, f"a pair with '{pair.columns[0]}'"), pair.row, -1, dropped))
 
 
-def _asked(finder: _Finder) -> list[str]:
+def _ruled(finder: _Finder) -> list[str]:
     """Add the cuts that rules ask for and that were not found; their names."""
     why = "tensor_rules"
     added = []

@@ -78,6 +78,7 @@ class _PairSearch:
         if number in self.steps:
             return
         self.steps.add(number)
+        # bernoulli_ is dropout, whose mask is drawn for the whole and cut (draws.py).
         if event.random and event.name != "bernoulli_":
             raise _No(f"its output goes into the operation {event.name}, which draws random numbers")
         if not event.elementwise:
@@ -93,6 +94,8 @@ class _PairSearch:
         """Another operand of an operation on cut data: cut as well, or the same for all of them and not learned."""
         if other in self.cut:
             return
+        # Broadcast over the cut dimension, so every part meets the same. A learned one would get only a part of its
+        # gradient.
         if self.width(other) == 1 and other not in self.trace.learned:
             return
         number = self.trace.source.get(other)
@@ -157,6 +160,7 @@ def find_pairs(
             found[pair.columns, pair.row] = pair
     taken: dict[str, str] = {}
     chosen = []
+    # Greedy by size, with the name as tie-break: all ranks must choose alike.
     for pair in sorted(found.values(), key=lambda pair: (-pair.weight, pair.row)):
         members = (*pair.columns, pair.row)
         busy = [taken[name] for name in members if name in taken]
@@ -173,5 +177,6 @@ def _check(pair: Pair, degree: int, refuse: Callable[[str], str | None]) -> None
         reason = refuse(name)
         if reason is not None:
             raise _No(f"its partner would be '{name}': {reason}")
+    # Parts are rounded up, so the last worker could be left with none.
     if -(-pair.size // degree) * (degree - 1) >= pair.size:
         raise _No(f"{pair.size} values between it and '{pair.row}' are too few for {degree} workers")

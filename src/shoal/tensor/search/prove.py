@@ -90,6 +90,7 @@ def prove(model: nn.Module, run: Callable[[], object], cuts: list[Cut], degree: 
 
 
 def _tolerance(value: Tensor) -> float:
+    # Sums in another order differ by a few eps; a wrong cut by the size of the values.
     return math.sqrt(torch.finfo(value.dtype).eps) * max(1.0, float(value.abs().max()))
 
 
@@ -142,6 +143,7 @@ def _row(
 ) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         true, found = next(values)
+        # The true output goes on, not the part: each row is judged by itself, and errors do not add up.
         found += project(module, x, weight, bias_of(module) if rank == 0 else None)
         return true
 

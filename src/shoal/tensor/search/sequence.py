@@ -77,5 +77,6 @@ def _uncut(name: str, module: nn.Module, cuts: tuple[Cut, ...]) -> str | None:
 
 def _follows(trace: Trace, span: CallSpan, after: CallSpan) -> bool:
     output = span.outputs[0]
+    # If anything else reads the output, it would get a slice where it expects all positions.
     used = all(after.begin <= number < after.end for number in trace.uses[output])
     return used and output in after.inputs and output not in trace.returned

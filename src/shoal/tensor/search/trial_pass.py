@@ -80,6 +80,7 @@ class Trace:
         found = []
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
+                # Kept alive: Python gives the id of a tensor that is gone to the next one.
                 self.tensors[id(leaf)] = leaf
                 found.append(id(leaf))
         return tuple(found)
@@ -105,6 +106,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace = self.trace
         inputs, outputs = trace.know((args, kwargs or {})), trace.know(result)
         trace.made |= _storages(trace, outputs) - _storages(trace, inputs)
+        # Inside of a layer nothing is noted: what it does to its weights is known.
         if not self.depth:
             trace.bare.update(inputs)
             name = func.overloadpacket.__name__
@@ -184,6 +186,7 @@ def _plain(result: object) -> object:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """A pass without gradients that leaves no mark: buffers and random state are as before, layers are not fused."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # The fused encoder layer calls no inner module, so the trace would not see the projections.
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

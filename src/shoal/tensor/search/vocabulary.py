@@ -32,6 +32,7 @@ def find_vocabulary(
         if not isinstance(module, nn.Embedding):
             continue
         rows = module.num_embeddings
+        # By identity of the tensor: tied weights are one parameter under two names.
         tied = [other for other, linear in projections.items() if weight_of(linear) is module.weight]
         like = [other for other in ends if outputs(projections[other]) == rows and other not in tied]
         reason = refuse(name) or unfit(module, degree)
@@ -71,6 +72,7 @@ def unfit(module: nn.Embedding, degree: int) -> str | None:
     rows = module.num_embeddings
     if -(-rows // degree) * (degree - 1) >= rows:
         return f"{rows} rows are too few for {degree} workers"
+    # It renormalises rows in place on each look-up; ranks with a part of the words would not agree.
     if module.max_norm is not None:
         return "max_norm changes its rows as they are read"
     if module.sparse or module.scale_grad_by_freq:

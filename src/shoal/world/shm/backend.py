@@ -90,6 +90,7 @@ class SharedMemoryGroup(LocalGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(NAME, rank, size)
         boxes, line = mailbox_bytes(size), line_bytes(size)
+        # One region for everything: one descriptor, one mapping, one agreement on whether there is memory.
         region = SharedRegion.create(store, "staging", rank, size, region_bytes(size) + boxes, line + boxes)
         self._ops = Staging(region, rank, size)
         self._flags = Flags(region, rank, size)
@@ -168,6 +169,7 @@ class SharedMemoryGroup(LocalGroup):
         batch = Batch()
         for out, whole in zip(outputs, inputs, strict=True):
             check_parts("reduce_scatter", whole, out, self._size)
+            # chunk of an empty tensor gives one part, whatever the number asked for.
             parts = numbers(whole).chunk(self._size) if whole.numel() else [numbers(whole)] * self._size
             batch.add(self._ops.reduce_scatter(batch.numbers(out), parts, op), out.nbytes)
         return self._submit(
@@ -195,7 +197,8 @@ class SharedMemoryGroup(LocalGroup):
         """
         batch = Batch()
         batch.add(self._ops.reduce_parts(parts, out), out.nbytes)
-        call = word_of(_REDUCE_PARTS, [out[:0]])  # slices may be of other sizes on other ranks
+        # An empty slice, to compare the dtype only: slices may be of other sizes on other ranks.
+        call = word_of(_REDUCE_PARTS, [out[:0]])
         return self._submit("reduce_parts", batch, call, [out], _ISSUED)
 
     # Movements
@@ -369,7 +372,7 @@ class SharedMemoryGroup(LocalGroup):
 
 _NO_TIME = timedelta(0)
 _ISSUED = c10d.AllgatherOptions()
-"""Of a call that goes on by itself."""
+"""Options of a collective that goes on by itself."""
 
 
 def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup | ProcessGroupGloo:

@@ -93,6 +93,7 @@ def word_of(kind: int, tensors: Sequence[Tensor], reduction: int = 0, root: int 
         return word
     mixed = len(tensors)
     for tensor in tensors:
+        # A polynomial hash: two lists of the same sizes in another order differ.
         mixed = mixed * _SPREAD + tensor.numel() + _DTYPE_NUMBER[tensor.dtype] & _LARGE
     return word | _DTYPE_NUMBER[tensors[0].dtype] | _SEVERAL | mixed % _PRIME
 

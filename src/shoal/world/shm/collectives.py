@@ -273,7 +273,7 @@ class Staging:
                 copy(target, areas[peer][self.rank * step : self.rank * step + target.numel()])
 
     def barrier(self) -> Rounds:
-        """Nobody goes on before all have come."""
+        """Wait until all ranks have called it."""
         self._next(torch.uint8)
         yield None
 

@@ -41,7 +41,7 @@ class Batch:
         return flat
 
     def bytes(self, tensor: Tensor) -> Tensor:
-        """The same as flat bytes, to move into."""
+        """A flat tensor of bytes to move into; copied back at the end if `tensor` has strides."""
         return self.numbers(tensor).view(torch.uint8)
 
 
@@ -54,6 +54,7 @@ def numbers(tensor: Tensor) -> Tensor:
     """Flat, contiguous, outside of autograd, complex numbers as pairs."""
     if tensor.layout is not _STRIDED or tensor.is_neg() or tensor.is_conj():
         _refuse(tensor)
+    # The usual case first: for a small collective these checks are a good part of its time.
     if tensor.dim() == 1 and not (tensor.requires_grad or tensor.is_complex()) and tensor.is_contiguous():
         return tensor
     if tensor.requires_grad:
@@ -76,7 +77,7 @@ def _refuse(tensor: Tensor) -> NoReturn:
 
 
 def numbers_and_back(tensor: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
-    """The same to work on, and how to bring it back if `tensor` has strides."""
+    """The flat numbers to work on, and steps that copy them back if `tensor` has strides."""
     flat = numbers(tensor)
     if tensor.is_contiguous():
         return flat, []

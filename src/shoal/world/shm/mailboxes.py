@@ -1,4 +1,4 @@
-"""Who has sent what to whom, for receiving from any source.
+"""Tags of messages between ranks, so that a message can be received from any source.
 
 Messages themselves go through gloo, one connection per pair of ranks, where a receiver must say whom it expects. So
 every sender also writes the tag of each message into a ring that its receiver can read, data first and counter
@@ -32,7 +32,7 @@ class Mailboxes:
         self._lock = threading.Lock()
         self._seen = [0] * size
         self._unclaimed: list[deque[int]] = [deque() for _ in range(size)]
-        """Of each sender, the tags of messages that have come and that no receive has claimed."""
+        """By sender: the tags of messages that have come and that no receive has claimed."""
         self._early: list[deque[int]] = [deque() for _ in range(size)]
         """The tags of receives that were issued before their message came."""
         self._lost = 0
@@ -43,6 +43,7 @@ class Mailboxes:
         start = (self._rank * self._size + peer) * _WORDS
         with self._lock:
             count = self._words[start]
+            # The tag before the count: a reader that sees the count finds the tag (x86-64 keeps the order of stores).
             self._words[start + 1 + count % RING] = tag
             self._words[start] = count + 1
 

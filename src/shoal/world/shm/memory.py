@@ -30,7 +30,7 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of <linux/mman.h>, which Python does not name yet."""
 _ALIGNMENT = 4096
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of memory whose size stays what it is."""
+"""Seals under which the size of memory cannot change any more."""
 _SAID_YES = "yes"
 _MEMCPY = ctypes.CDLL(None).memcpy
 _MEMCPY.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

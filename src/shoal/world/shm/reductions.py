@@ -23,7 +23,7 @@ class Reduction(NamedTuple):
     number: int
     """What stands for it in the word of a call."""
     combine: Callable[..., Tensor]
-    """Of two parts, and `out=`."""
+    """Takes two parts and `out=`."""
     is_mean: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Who drives a collective, and what its caller holds meanwhile.
+"""The work handles of collectives, and the driver that carries them out.
 
 A group's collectives run strictly in the order they were issued; one thread at a time drives the first of
 them. Which thread is open:

@@ -38,7 +38,7 @@ _AnyOptions = TypeVar("_AnyOptions", bound=_GroupOptions)
 
 @dataclass(frozen=True)
 class Seating:
-    """Who sits where."""
+    """How ranks are spread over hosts, and this rank's place."""
 
     hosts: tuple[tuple[int, ...], ...]
     """The ranks of each host, as many on each."""
@@ -135,6 +135,7 @@ def meet(store: Store, label: str, seating: Seating) -> HierarchicalGroups:
     """Make the groups; every rank of the seating calls it."""
     # A store's connection is busy while someone waits for a key, and the caller's thread may need it meanwhile.
     own = PrefixStore(label, store.clone())  # type: ignore[attr-defined]  # torch does not declare it
+    # All or none (below): with shared memory on one host only, hosts would sum in different orders.
     here = _within(PrefixStore(f"host{seating.host}", own), seating)
     own.set(f"shared{seating.rank}", "yes" if here else "no")
     if not all(own.get(f"shared{rank}") == b"yes" for rank in range(seating.size)):

@@ -90,7 +90,7 @@ class HierarchicalCollectives:
         return self._hand_in(steps, last)
 
     def all_gather(self, out: Tensor, part: Tensor) -> StagedTask:
-        """Everybody gets the parts of all ranks, one after the other; `part` may lie in its place in `out`."""
+        """`out` becomes the parts of all ranks, in rank order; `part` may lie in its place in `out`."""
         flat, last = numbers_and_back(out)
         steps: list[list[Step]] = []
         for mine, parts in self._pieces(numbers(part).view(torch.uint8), flat.view(torch.uint8)):
@@ -98,7 +98,7 @@ class HierarchicalCollectives:
         return self._hand_in(steps, last)
 
     def broadcast(self, tensor: Tensor, source: int) -> StagedTask:
-        """Everybody gets rank `source`'s tensor."""
+        """`tensor` of every rank becomes that of rank `source`."""
         flat, last = numbers_and_back(tensor)
         steps: list[list[Step]] = []
         for chunk in pieces(flat.view(torch.uint8), CHUNK):
@@ -172,6 +172,8 @@ class Routes:
             return None
         label = f"shoal/levels/{self.turn}/{name}/{members[0]}"
         with self._lock:
+            # One for each process group, though several Worlds may stand for the same: their collectives share its
+            # order.
             if label not in self._made:
                 self._made[label] = HierarchicalCollectives(store, label, by_host, rank)
             return self._made[label]
@@ -193,7 +195,7 @@ def _place(mine: Tensor, there: Tensor) -> Step:
 
 
 def _and_then(steps: list[Step], chunk: Tensor, padded: Tensor) -> list[Step]:
-    """The same steps; the last one ends by bringing the padded chunk back."""
+    """These steps, the last of which also copies the padded chunk back."""
     return [*steps[:-1], _all_of([steps[-1], lambda: chunk.copy_(padded[: chunk.numel()])])]
 
 

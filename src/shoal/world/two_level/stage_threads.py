@@ -49,6 +49,8 @@ class Stages:
 
     def __init__(self, count: int, label: str) -> None:
         self._label = label
+        # Bounded between stages, so a slow network holds up the first stage, not memory. The first is unbounded:
+        # `hand_in` must not block its caller.
         self._boxes = [queue.Queue[StagedTask | None](_AHEAD if number else 0) for number in range(count)]
         self._lock = threading.Lock()
         self._started = False
