@@ -253,6 +253,11 @@ def _folders(root: Path, first: str | None) -> Iterator[Path]:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        raise Unreadable(
+            f"the checkpoint folder {root} cannot be looked into ({error.strerror}); see to its rights, or choose "
+            "another folder."
+        ) from error
     for name in names:
         if _ASIDE.fullmatch(name):
             continue

@@ -12,6 +12,7 @@ often that has happened in a row, and end together when it was too often.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -57,8 +58,6 @@ _GRACE = 2.0
 """And once the run has failed."""
 FAILURES = 3
 """So many saves in a row may fail before they end the run."""
-_AGAIN = (0.0, 0.1, 0.5, 2.0)
-"""Seconds before each try to tell rank 0 on a full disk, where others are about to give way."""
 
 
 class SaveFailed(Exception):
@@ -267,13 +266,13 @@ class Saver:
         self, written: Path, paths: Sequence[str], files: PieceFiles
     ) -> list[FileReport] | dict[str, str]:
         """This rank's files, or why they are not there. Peers get theirs all the same: they wait for them."""
-        name = f"rank-{self._world.rank:04}.safetensors"
+        name = _file_of(self._world.rank)
         block = memoryview(self._block.numpy().data)[: self._end]
         sums = [checksum(block[self._begin + slot.start : self._begin + slot.stop]) for slot in self._slots]
         reports: list[FileReport] = []
         try:
             written.mkdir(parents=True, exist_ok=True)
-            (written / self._part(".")).touch()
+            (written / f".part-{self._world.rank}").touch()
             if files.error is not None:
                 raise files.error
             write_block(written / name, block)
@@ -298,25 +297,19 @@ class Saver:
         }
         return [report, *reports]
 
-    def _hand_in(self, written: Path, report: object) -> None:
-        """Tell rank 0. A disk that is too full even for that takes a file that is there already, and empty."""
-        draft = written / self._part(".")
-        for wait in _AGAIN:
-            time.sleep(wait)
-            try:
-                write_file(draft, [seal(report)])
-            except OSError as error:
-                self._error = self._error or error
-                report = {"error": reason_of(self._error)}
-                if not written.exists():
-                    return
-            else:
-                break
+    def _hand_in(self, written: Path, report: list[FileReport] | dict[str, str]) -> None:
+        """Tell rank 0. Where the disk is too full even for that, the name of a file that is there already does."""
+        draft = written / f".part-{self._world.rank}"
+        part = written / f"part-{self._world.rank}"
+        try:
+            write_file(draft, [seal(report)])
+        except OSError as error:
+            self._error = self._error or error
+            first = self._error
+            number = first.errno if isinstance(first, OSError) and first.errno is not None else errno.EIO
+            part = part.with_suffix(f".{number}")
         with suppress(OSError):
-            os.replace(draft, written / self._part())
-
-    def _part(self, before: str = "") -> str:
-        return f"{before}part-{self._world.rank}"
+            os.replace(draft, part)
 
     def _commit(self, written: Path, facts: Facts) -> bytes:
         """Make it a checkpoint once all files are there; its manifest. Empty where it could not be written."""
@@ -324,7 +317,7 @@ class Saver:
         tensors: dict[str, Logical] = {}
         try:
             # All of them, also after the first that has failed: whoever still writes would leave its file behind.
-            everyone = [self._reports(written / f"part-{rank}") for rank in range(self._world.size)]
+            everyone = [self._reports(written, rank) for rank in range(self._world.size)]
             for rank, theirs in enumerate(everyone):
                 if isinstance(theirs, str):
                     raise SaveFailed(theirs if self._world.size == 1 else f"rank {rank}: {theirs}")
@@ -370,23 +363,29 @@ class Saver:
         text = f"{text}; {then} (failure {number} of {self._limit} in a row)"
         print(f"shoal: {text}.", file=sys.stderr, flush=True)
 
-    def _reports(self, part: Path) -> list[FileReport] | str:
+    def _reports(self, written: Path, rank: int) -> list[FileReport] | str:
         """What a rank says of its files, once it has written them; or why it has not."""
+        if rank == 0 and self._error is not None:
+            return reason_of(self._error)
+        part = written / f"part-{rank}"
         begin = time.monotonic()
         while not part.exists():
+            for short in written.glob(f"part-{rank}.*"):
+                return f"{written / _file_of(rank)}: {os.strerror(int(short.suffix[1:]))}"
             waited = time.monotonic() - begin
-            gone = self._error is not None and not part.parent.exists()
+            gone = self._error is not None and not written.exists()
             if waited > min(_GRACE if gone else _PATIENCE, self._deadline - begin):
                 return f"it has written no file in {waited:.0f} s"
             time.sleep(0.005)
-        try:
-            said = unseal(read_file(part))
-        except ValueError:
-            return "it has not written its file, nor why"
+        said = unseal(read_file(part))
         if "error" in said:
             return str(said["error"])
         reports: list[FileReport] = said
         return reports
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:04}.safetensors"
 
 
 def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:

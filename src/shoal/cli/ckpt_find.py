@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,10 @@ def find_outlines(path: Path) -> list[Outline]:
 
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give a checkpoint, or a folder of checkpoints.")
-    try:
+    with suppress(PermissionError):  # then `glance` says so
         if (path / FILE).exists():
             return [outline(path)]
-        found = in_order(glance(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be looked into ({error.strerror}); see to its rights.") from error
+    found = in_order(glance(path))
     if not found:
         raise ConfigError(
             f"there is no checkpoint in {path}; give a folder with a {FILE}, or one that holds such folders."

@@ -64,8 +64,19 @@ class LocalFolder:
         self.title = str(root)
 
     def candidates(self) -> list[Candidate]:
-        mine = [(name, o.step, o.latest, o.written, o.unreadable) for name, o in glance(self._root).items()]
-        everyone = self._world.gather_values(mine)
+        mine = []
+        problem = ""
+        try:
+            mine = [
+                (name, o.step, o.latest, o.written, o.unreadable) for name, o in glance(self._root).items()
+            ]
+        except Unreadable as error:
+            problem = str(error)
+        told = self._world.gather_values([mine, problem])
+        for _, text in told:
+            if text:
+                raise Unreadable(text)
+        everyone = [theirs for theirs, _ in told]
         # One host may read what another may not: then nobody goes by it.
         closed = {name for theirs in everyone for name, *_, unreadable in theirs if unreadable}
         listed = [[_seen(entry, closed) for entry in theirs] for theirs in everyone]

@@ -70,11 +70,11 @@ class Keep:
         """As a user would write it.
 
         >>> str(Keep()), str(Keep(5, 1000)), str(Keep(None))
-        ('last=3', 'last=5, every=1000', 'none')
+        ('3', 'last=5, every=1000', 'none')
         """
         if self.last is None:
             return "none"
-        return f"last={self.last}" + (f", every={self.every}" if self.every else "")
+        return f"last={self.last}, every={self.every}" if self.every else str(self.last)
 
     def victims(self, found: Sequence[tuple[str, int, bool]]) -> list[str]:
         """Who has to go, oldest first, given name, step and whether it is the latest; the step is -1 where a

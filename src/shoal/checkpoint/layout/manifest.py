@@ -2,7 +2,7 @@
 
     {"checksum": "…", "manifest": {
       "format": 1, "name": "step-300", "step": 300, "written": "…", "plan": "zero1 * tp2", "workers": 4,
-      "keep": "last=3",                              by which retention it goes; empty if it was saved by name
+      "keep": "3",                                   by which retention it goes; empty if it was saved by name
       "versions": {"shoal": "…", "torch": "…"},
       "state": {…},                                 cursor, learning rate, loss scale, random streams, …
       "files": {"rank-0000.safetensors": {"bytes": 1234, "head": "…"}},
