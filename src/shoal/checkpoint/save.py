@@ -49,7 +49,7 @@ from shoal.world.world import World
 State = Sequence[tuple[Holding, torch.Tensor]]
 """What a rank holds, and the numbers themselves."""
 
-_Listed: TypeAlias = "tuple[str, list[int], int, list[list[int]], int, int, str, bool]"
+_Listed: TypeAlias = "tuple[str, list[int], int, Sequence[Sequence[int]], int, int, str, bool]"
 """A holding as ranks tell each other: path, shape, its region (four fields), type, whether others hold it too."""
 
 _PATIENCE = 600.0
