@@ -6,7 +6,8 @@
 Everybody's state is cut into equal parts over the workers: zero3 here, FSDP2 there. Goals: the training stops for at
 most 1.2 × a copy of what a worker holds, and at most 0.5 × as long as DCP's async_save; saving and loading are as fast
 as DCP's; a checkpoint every 10 steps costs at most 2 %; verifying runs at 1.5 GB/s a core; 200 MB come back from
-another host's memory in 2 s. Loading here includes checking every byte, which DCP does not do.
+another host's memory in 2 s; four times as many parameter tensors take at most five times as long. Loading here
+includes checking every byte, which DCP does not do.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import TensorDataset
 
 from benchmarks.report.result import Goal, Section
 from benchmarks.workload.steps import Steps
@@ -45,6 +48,8 @@ from shoal.checkpoint.load import Reader
 from shoal.checkpoint.save import Facts, Saver
 from shoal.checkpoint.verify import verify
 from shoal.testing.spawn import spawn
+from shoal.train.build import build
+from shoal.train.run_config import RunConfig
 from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.state.run_state import collect
@@ -61,6 +66,8 @@ GOALS = [
     ("ours, load", "dcp, load", 1.0),
 ]
 TEN, SAVING = "ten steps", "ten steps and a checkpoint"
+MANY = (1250, 5000)
+"""Parameter tensors."""
 MEMORY = "200 MB from another host's memory"
 
 
@@ -210,6 +217,67 @@ def from_memory(world: World, root: str, rounds: int) -> Times:
     return times
 
 
+class Many(nn.Module):
+    """A model of so many small parameters."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(16)) for _ in range(tensors))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * weight).sum(1) for weight in self.weights]).mean(0)
+
+
+def many_tensors(world: World, root: str, tensors: int, rounds: int) -> Times:
+    """Seconds of the first save, of later ones, and of steps, where a model has that many parameters."""
+    torch.set_num_threads(1)
+    data = TensorDataset(torch.ones(64, 16), torch.ones(64))
+    config = RunConfig(
+        model=partial(Many, tensors),
+        loss=squared_error,
+        optimizer=adamw,
+        data=data,  # type: ignore[arg-type]
+        global_batch=8,
+        strategy="ddp",
+    )
+    _, context = build(config, world, record="")
+    checkpoints = Checkpoints(context, "ddp", CheckpointConfig(Path(root) / str(tensors)))
+    steps = Steps(context)
+    times: Times = {"step": [], "later save, blocking": [], "later save": []}
+    for _ in range(3):
+        steps.next()
+    times["first save, blocking"] = [clocked(world, checkpoints.begin, "first", Progress(3))[0]]
+    times["first save, on disk"] = [clocked(world, checkpoints.wait)[0]]
+    for turn in range(rounds):
+        times["step"].append(clocked(world, steps.next)[0])
+        times["later save, blocking"].append(clocked(world, checkpoints.begin, f"t-{turn}", Progress(3))[0])
+        checkpoints.wait()
+        times["later save"].append(clocked(world, checkpoints.save, f"s-{turn}", Progress(3))[0])
+    times["resume"] = [clocked(world, checkpoints.resume)[0]]
+    return times
+
+
+def squared_error(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, int]:
+    """Summed over the samples."""
+    return ((output - batch[1]) ** 2).sum(), len(batch[1])
+
+
+def growth(options: argparse.Namespace, root: str) -> Section:
+    """Four times as many tensors: four times as long?"""
+    few, many = MANY
+    times: Times = {}
+    medians: dict[int, dict[str, float]] = {}
+    for tensors in MANY:
+        found = spawn(many_tensors, options.workers, root, tensors, options.rounds, timeout=600)[0]
+        medians[tensors] = {name: statistics.median(t) for name, t in found.items()}
+        times |= {f"{tensors} tensors, {name}": t for name, t in found.items()}
+    goals = [
+        Goal(f"{name}: {many} / {few} tensors", medians[many][name] / medians[few][name], many / few * 1.25)
+        for name in medians[few]
+    ]
+    return replace(section_of_times(f"{few} and {many} parameter tensors", times, []), goals=goals)
+
+
 def verifying(root: Path) -> float:
     """GB/s of one core."""
     speeds = []
@@ -234,6 +302,7 @@ def measure(options: argparse.Namespace) -> Iterator[Section]:
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         for size in SIZES:
             yield beside_dcp(options, f"{root}/{size}", size)
+        yield growth(options, f"{root}/many")
         speed = verifying(Path(root) / SIZES[-1] / "ours")
         times: Times = spawn(training, options.workers, root, options.rounds, timeout=1800)[0]
         times |= spawn(from_memory, 2, root, 3, hosts=["left", "right"], timeout=300)[0]

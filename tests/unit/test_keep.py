@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.copies.keep import Keep, prune, prune_remote
+from shoal.checkpoint.copies.keep import Keep, Retention, prune, prune_remote
 from shoal.checkpoint.copies.remote import Remote
 from shoal.checkpoint.folder import clean, look, point_to
-from shoal.checkpoint.layout.manifest import FILE, Manifest
+from shoal.checkpoint.layout.manifest import FILE, FileFacts, Manifest
+from shoal.checkpoint.layout.sealed import seal, unseal
 from shoal.errors import ConfigError
 
 Found = list[tuple[str, int, bool]]
@@ -105,12 +106,12 @@ def test_what_cannot_be_kept(text: int | str, sentence: str) -> None:
         Keep.of(text)
 
 
-def empty_checkpoint(root: Path, name: str, step: int) -> Path:
+def empty_checkpoint(root: Path, name: str, step: int, keep: str = "", size: int = 0) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / FILE).write_bytes(
-        Manifest(name, step, f"2026-01-01T00:00:{step:02}", "solo", 1, {}, {}).dumps()
-    )
+    files = {"rank-0000.safetensors": FileFacts(size, "")} if size else {}
+    manifest = Manifest(name, step, f"2026-01-01T00:00:{step:02}", "solo", 1, {}, files, keep=keep)
+    (folder / FILE).write_bytes(manifest.dumps())
     return folder
 
 
@@ -157,6 +158,55 @@ def test_half_a_removal_is_no_checkpoint(root: Path, monkeypatch: pytest.MonkeyP
     assert not list(root.glob(".*"))
 
 
+def test_a_run_removes_only_what_goes_by_its_own_retention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, keep in ((1, "none"), (2, "2"), (3, ""), (4, "2"), (5, "last=2, every=4")):
+        empty_checkpoint(tmp_path, f"step-{step}", step, keep)
+    empty_checkpoint(tmp_path, "best", 1, "2")
+    retention = Retention(Keep(2))
+    for step in (6, 7, 8):
+        retention.after(
+            empty_checkpoint(tmp_path, f"step-{step}", step, "2"), {"step-4"} if step == 7 else ()
+        )
+        point_to(tmp_path, f"step-{step}")
+    assert names(tmp_path) == {"best", "step-1", "step-3", "step-5", "step-7", "step-8"}
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert (
+        "has 3 checkpoints that were saved under another retention than checkpoint_keep=2: they stay"
+        in told[0]
+    )
+    assert told[1].startswith(
+        f"shoal: checkpoint_keep=2 removes step-2 from {tmp_path} now, and from here on one for"
+    )
+
+
+def test_nothing_goes_where_the_new_one_is_not_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retention = Retention(Keep(1))
+    for step in (1, 2):
+        empty_checkpoint(tmp_path, f"step-{step}", step, "1")
+    new = empty_checkpoint(tmp_path, "step-3", 3, "1", size=7)
+    for data in (None, b"123456"):
+        if data is not None:
+            (new / "rank-0000.safetensors").write_bytes(data)
+        retention.after(new, ())
+        assert names(tmp_path) == {"step-1", "step-2", "step-3"}
+        assert "although it has just been written; no older checkpoint is removed" in capsys.readouterr().err
+    (new / "rank-0000.safetensors").write_bytes(b"1234567")
+    retention.after(new, ())
+    assert names(tmp_path) == {"step-3"}
+
+
+def test_what_nobody_can_read_is_not_removed(root: Path) -> None:
+    body = unseal((root / "step-1" / FILE).read_bytes())
+    (root / "step-1" / FILE).write_bytes(seal({**body, "format": 2}))
+    assert prune(root, Keep(last=1)) == ["step-2", "step-3", "step-4"]
+    assert names(root) == {"best", "step-1", "step-5"}
+
+
 def test_copies_are_pruned_by_the_same_rule(root: Path) -> None:
     remote = Remote("memory://test-keep")
     for step in (1, 2, 3, 4):
@@ -165,3 +215,4 @@ def test_copies_are_pruned_by_the_same_rule(root: Path) -> None:
     remote.upload(root / "step-2")  # and so the latest
     assert prune_remote(remote, Keep(last=1), spare={"step-3"}) == ["step-1"]
     assert [c.name for c in remote.candidates()] == ["step-2", "step-4", "step-3", "best"]
+    assert prune_remote(remote, Keep(last=1), own="1") == [], "none of them was saved under this one"

@@ -538,6 +538,73 @@ def test_a_failure_is_said_and_the_next_one_is_copied(
     assert said[0].endswith("training goes on, and the next checkpoint will be copied again.")
 
 
+def test_what_has_no_copy_in_the_end_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remote = Remote(f"file://{tmp_path}/copies", waits=())
+    copier = Copier(remote, Keep())
+    real = remote._files.put_file
+    for step, broken in ((1, True), (2, False), (3, True), (4, True)):
+        remote._files.put_file = full if broken else real
+        copier.add(checkpoint(tmp_path / "here", step))
+        copier.close()
+    capsys.readouterr()
+    copier.say_what_is_missing()
+    where = f"{tmp_path / 'here'} file://{tmp_path}/copies"
+    assert capsys.readouterr().err == (
+        f"shoal: step-3, step-4 have no copy at file://{tmp_path}/copies; in {tmp_path / 'here'} they are whole. Once "
+        f"that place answers, `shoal ckpt copy {where}` makes up for it.\n"
+    )
+    copier.say_what_is_missing()
+    assert capsys.readouterr().err == "", "once is enough"
+
+
+AWAY = """
+import shoal, torch
+from torch import nn
+data = torch.utils.data.TensorDataset(torch.ones(32, 1), torch.ones(32, 1))
+run = shoal.Run(model=lambda: nn.Linear(1, 1), loss=lambda output, batch: ((output - batch[1]) ** 2).mean(),
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1), data=data, global_batch=8, log=None,
+                progress=False, checkpoint="kept", checkpoint_every=2, copies="s3://copies/run")
+for remote in run._checkpoints._remotes:
+    remote._waits = ()
+for step in run.steps(4):
+    if step.number == 3:
+        run._checkpoints._saver.idle()
+        run._checkpoints._copiers[0].close()
+        run._checkpoints._remotes[0]._files.client_kwargs["endpoint_url"] = "http://127.0.0.1:9"
+        run._checkpoints._remotes[0]._files.connect(refresh=True)
+print("after the loop")
+"""
+
+
+def test_s3_that_is_away_at_the_end(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has all it needs: what comes after its loop runs, and the exit code is 0."""
+    del s3
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    script = [sys.executable, "-c", AWAY]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "after the loop\n"), done.stderr
+    assert "the copy of step-4 to s3://copies/run failed (" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"shoal: step-4 has no copy at s3://copies/run; in {tmp_path}/kept they are whole."
+    ), last
+    assert shown(Remote("s3://copies/run")) == [("step-2", 2, True)]
+
+
+def test_a_copy_that_does_not_answer_is_not_damaged(tmp_path: Path) -> None:
+    """It was listed, and is newer than what is here: no older one in its place."""
+    checkpoint(tmp_path / "here", 1)
+    remote = Remote(f"file://{tmp_path}/copies", waits=())
+    remote.upload(checkpoint(tmp_path / "there", 2))
+    remote._files.get_file = full
+    world = World.alone()
+    places = [LocalFolder(world, tmp_path / "here"), RemotePlace(world, remote, tmp_path / "here")]
+    with pytest.raises(
+        ConfigError, match=r"the disk is full.*copy of step-2 there is the newest checkpoint, and this"
+    ):
+        find_whole(world, places)
+
+
 def test_old_copies_that_cannot_go_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

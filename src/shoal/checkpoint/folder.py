@@ -3,9 +3,14 @@
     runs/first/step-300/manifest.json, rank-0000.safetensors, …     a checkpoint
     runs/first/latest                                               the name of the newest
     runs/first/.step-400.<token>.shoal/                             one being written, or what a crash has left of it
+    runs/first/step-500.abandoned/                                  set aside; nothing reads or removes it
+    runs/first/.lock                                                who works here now (`lock.py`)
 
 A checkpoint is written under a name of its own, flushed, and renamed; then the folder is flushed; `latest` moves
 last. So whatever moment the processes die at, what has a plain name was whole when it got it.
+
+What is damaged and what cannot be read are two things: of the first the bytes are wrong, and an older checkpoint may
+do; the second may be whole, and nobody may act as if it were not there.
 """
 
 from __future__ import annotations
@@ -16,17 +21,34 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.layout.manifest import FILE, Manifest, seal, unseal
-from shoal.checkpoint.layout.shard_file import write_file
+from shoal.checkpoint.layout.sealed import (
+    FILE,
+    Head,
+    NewerFormat,
+    read_file,
+    read_head,
+    seal,
+    unseal,
+    write_file,
+)
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.layout.manifest import Manifest
 
 LATEST = "latest"
 _OURS = ".shoal"
 """The end of names that nobody else gives: `clean` removes no other folder."""
 ABANDONED = ".abandoned"
 """The end of the names of checkpoints that a run has gone back behind; kept, and never looked at."""
+_ASIDE = re.compile(r".*\.abandoned(-[0-9]+)?")
+_STEP = re.compile(r"step-([0-9]+)")
+
+
+class Unreadable(ConfigError):
+    """Somebody has to see to it that a file can be read: nobody may act as if it were damaged."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +58,36 @@ class CheckpointEntry:
     folder: Path
     manifest: Manifest | None
     problem: str = ""
+    unreadable: bool = False
+    """Whether it may be whole all the same: no right to read it, a device that does not answer, a newer format."""
 
     @property
     def name(self) -> str:
-        return self.folder.name.lstrip(".").removesuffix(".old")
+        return plain_name(self.folder)
+
+
+class Outline(NamedTuple):
+    """What is cheap to know of a checkpoint."""
+
+    folder: Path
+    head: Head | None
+    latest: bool = False
+    problem: str = ""
+    unreadable: bool = False
+
+    @property
+    def step(self) -> int:
+        """-1 where its manifest cannot be read."""
+        return self.head.step if self.head is not None else -1
+
+    @property
+    def written(self) -> str:
+        return self.head.written if self.head is not None else ""
+
+
+def plain_name(folder: Path) -> str:
+    """What a checkpoint is called, also where it was about to be replaced when its process died."""
+    return folder.name.lstrip(".").removesuffix(".old")
 
 
 def check_name(name: str) -> str:
@@ -47,6 +95,16 @@ def check_name(name: str) -> str:
     if not name or name == LATEST or name.startswith(".") or "/" in name:
         raise ConfigError(f"a checkpoint cannot be called '{name}'; use a plain name, such as 'final'.")
     return name
+
+
+def step_in(name: str) -> int | None:
+    """The step of an automatic checkpoint, by its name.
+
+    >>> step_in("step-300"), step_in("best")
+    (300, None)
+    """
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match is not None else None
 
 
 def check_target(root: Path, name: str) -> None:
@@ -57,16 +115,17 @@ def check_target(root: Path, name: str) -> None:
         raise ConfigError(f"{final} is there already and is no checkpoint; choose another name.")
 
 
-def abandon(root: Path, step: int) -> list[str]:
-    """Set aside the automatic checkpoints of later steps: a run goes on from `step`, and they are of another future."""
-    gone = []
+def abandon(root: Path, step: int) -> dict[str, str]:
+    """Set aside the automatic checkpoints of later steps: a run goes on from `step`, and they are of another future.
+
+    Returns what each is called now. None of them goes, nor what was set aside before.
+    """
+    gone = {}
     for name, outline in glance(root).items():
-        match = re.fullmatch(r"step-([0-9]+)", name)
-        if match is not None and (outline.step if outline.step >= 0 else int(match[1])) > step:
-            away = root / f"{name}{ABANDONED}"
-            shutil.rmtree(away, ignore_errors=True)
-            os.rename(outline.folder, away)
-            gone.append(name)
+        number = step_in(name)
+        if number is not None and (outline.step if outline.step >= 0 else number) > step:
+            gone[name] = _free_name(root, f"{name}{ABANDONED}")
+            os.rename(outline.folder, root / gone[name])
     return gone
 
 
@@ -79,6 +138,7 @@ def commit(written: Path, final: Path) -> None:
     """Make what has been written a checkpoint, and the latest."""
     root = final.parent
     old = final.parent / f".{final.name}.old"
+    pointer = _new_pointer(root, final.name)  # a disk that is full says so before anything has moved
     flush(written)
     if final.exists():  # the same name again: until the new one is in its place, `look` finds the old
         shutil.rmtree(old, ignore_errors=True)
@@ -86,21 +146,20 @@ def commit(written: Path, final: Path) -> None:
     os.rename(written, final)
     flush(root)
     shutil.rmtree(old, ignore_errors=True)
-    point_to(root, final.name)
+    os.replace(pointer, root / LATEST)
+    flush(root)
 
 
 def point_to(root: Path, name: str) -> None:
     """Make a checkpoint the latest."""
-    pointer = root / f".{LATEST}.{os.getpid()}"
-    write_file(pointer, [seal(name)])
-    os.replace(pointer, root / LATEST)
+    os.replace(_new_pointer(root, name), root / LATEST)
     flush(root)
 
 
 def latest(root: Path) -> str | None:
     """The name of the latest checkpoint; None where there is none, or no telling."""
     try:
-        name = unseal((root / LATEST).read_bytes())
+        name = unseal(read_file(root / LATEST))
     except (OSError, ValueError):
         return None
     return name if isinstance(name, str) else None
@@ -108,61 +167,74 @@ def latest(root: Path) -> str | None:
 
 def look(root: Path) -> list[CheckpointEntry]:
     """The checkpoints of a folder: the latest first, then the others, newest first."""
-    if not root.is_dir():
-        return []
-    first = latest(root)
-    found = [open_folder(folder) for folder in _folders(root)]
-    last = {f.name: _rank(f) for f in found}
-    return sorted(found, key=lambda f: (f.name == first, last[f.name]), reverse=True)
+    return [open_folder(outline.folder) for outline in in_order(glance(root))]
 
 
-class Outline(NamedTuple):
-    """What is cheap to know of a checkpoint."""
-
-    folder: Path
-    step: int
-    """-1 where its manifest cannot be read."""
-    written: str
-    latest: bool
+def in_order(found: dict[str, Outline]) -> list[Outline]:
+    """The latest first, then the others, newest first."""
+    return sorted(found.values(), key=lambda o: (o.latest, o.step, o.written), reverse=True)
 
 
 def glance(root: Path) -> dict[str, Outline]:
     """The checkpoints of a folder by name, without a look at their tensors; at most one of them is the latest."""
-    found: dict[str, Outline] = {}
-    for folder in _folders(root) if root.is_dir() else ():
-        try:
-            body = unseal((folder / FILE).read_bytes())
-            step = int(body["step"])
-            written = str(body["written"])
-        except (OSError, ValueError, KeyError, TypeError):
-            step = -1
-            written = ""
-        found[CheckpointEntry(folder, None).name] = Outline(folder, step, written, False)
     first = latest(root)
+    found = {plain_name(folder): outline(folder) for folder in _folders(root, first)}
     if first not in found:  # then the newest is
         first = max(found, key=lambda name: (found[name].step, found[name].written), default=None)
-    return {name: outline._replace(latest=name == first) for name, outline in found.items()}
+    if first is not None:
+        found[first] = found[first]._replace(latest=True)
+    return found
+
+
+def holds_any(root: Path) -> bool:
+    """Whether a folder has a checkpoint in it, whole or not."""
+    return next(_folders(root, latest(root)), None) is not None
+
+
+def outline(folder: Path) -> Outline:
+    """What is cheap to know of one checkpoint."""
+    try:
+        return Outline(folder, read_head(read_file(folder / FILE)))
+    except (OSError, ValueError) as error:
+        return Outline(folder, None, False, problem_of(folder / FILE, error), is_unreadable(error))
 
 
 def open_folder(folder: Path) -> CheckpointEntry:
     """What is in one folder."""
+    from shoal.checkpoint.layout.manifest import (
+        Manifest,
+    )  # with torch, which a look at a folder does not need
+
     try:
-        return CheckpointEntry(folder, Manifest.loads((folder / FILE).read_bytes()))
+        return CheckpointEntry(folder, Manifest.loads(read_file(folder / FILE)))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        return CheckpointEntry(folder, None, f"{folder / FILE} cannot be used: {reason}")
+        return CheckpointEntry(folder, None, problem_of(folder / FILE, error), is_unreadable(error))
 
 
-def clean(root: Path) -> None:
-    """Remove what crashes have left. Nobody may be writing."""
-    whole = {folder.name for folder in _folders(root)}
+def problem_of(path: Path, error: OSError | ValueError) -> str:
+    """Why a file cannot be used, in one sentence without its end."""
+    return f"{path} cannot be used: {(error.strerror or error) if isinstance(error, OSError) else error}"
+
+
+def is_unreadable(error: OSError | ValueError) -> bool:
+    """Whether what could not be read may be whole: all but a file that is not there, or has wrong bytes."""
+    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return isinstance(error, NewerFormat) or (isinstance(error, OSError) and not isinstance(error, missing))
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what crashes have left; returns of which checkpoints. Nobody may be writing."""
+    whole = {folder.name for folder in _folders(root, latest(root))}
+    halves = []
     for entry in root.iterdir():
         if not entry.name.startswith(".") or entry.name in whole or entry.is_symlink():
             continue
         if entry.is_dir() and (entry.name.endswith(_OURS) or _is_replaced(entry)):
             shutil.rmtree(entry, ignore_errors=True)
+            halves.append(entry.name[1:].partition(".")[0])
         elif re.fullmatch(rf"\.{LATEST}\.[0-9]+", entry.name):
             entry.unlink(missing_ok=True)
+    return halves
 
 
 def flush(path: Path) -> None:
@@ -174,25 +246,63 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    for entry in sorted(root.iterdir()):
-        if not entry.is_dir() or entry.name.endswith(ABANDONED):
+def _folders(root: Path, first: str | None) -> Iterator[Path]:
+    """Where checkpoints are, by name; `first` is the latest."""
+    try:
+        with os.scandir(root) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise Unreadable(
+            f"the checkpoint folder {root} cannot be looked into ({error.strerror}); see to its rights, or choose "
+            "another folder."
+        ) from error
+    for name in names:
+        if _ASIDE.fullmatch(name):
             continue
-        if not entry.name.startswith("."):
-            if (entry / FILE).exists() or _has_shards(entry):
-                yield entry  # without a manifest it is damaged, and to be named
-        elif _is_replaced(entry) and not (root / entry.name[1:-4]).exists():
-            yield entry  # died between two renames
+        entry = root / name
+        try:
+            if not name.startswith("."):
+                if _has_manifest(entry) or _has_shards(entry):
+                    yield entry  # without a manifest it is damaged, and to be named
+            elif name.endswith(".old") and _is_replaced(entry) and not (root / name[1:-4]).exists():
+                yield entry  # died between two renames
+        except OSError:  # closed to us: of others, or one of ours that may be whole
+            if name == first or step_in(name) is not None:
+                yield entry
+
+
+def _new_pointer(root: Path, name: str) -> Path:
+    pointer = root / f".{LATEST}.{os.getpid()}"
+    write_file(pointer, [seal(name)])
+    return pointer
 
 
 def _is_replaced(entry: Path) -> bool:
     """A checkpoint that another of its name was about to replace."""
-    return entry.name.endswith(".old") and (entry / FILE).exists()
+    return entry.name.endswith(".old") and _has_manifest(entry)
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether there is something called so; an OSError where one cannot tell."""
+    try:
+        os.stat(folder / FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _has_shards(folder: Path) -> bool:
-    return next(folder.glob("rank-*.safetensors"), None) is not None
+    with os.scandir(folder) as entries:
+        return any(re.fullmatch(r"rank-.*\.safetensors", entry.name) for entry in entries)
 
 
-def _rank(found: CheckpointEntry) -> tuple[int, str]:
-    return (found.manifest.step, found.manifest.written) if found.manifest is not None else (-1, "")
+def _free_name(root: Path, name: str) -> str:
+    """This name, or the first with a number that is free."""
+    number = 2
+    free = name
+    while os.path.lexists(root / free):
+        free = f"{name}-{number}"
+        number += 1
+    return free

@@ -18,7 +18,8 @@ from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.folder import flush
 from shoal.checkpoint.layout.manifest import FileFacts
 from shoal.checkpoint.layout.region import Region, RegionJson
-from shoal.checkpoint.layout.shard_file import NAMES, checksum, head, place, write_file
+from shoal.checkpoint.layout.sealed import checksum, write_file
+from shoal.checkpoint.layout.shard_file import NAMES, head, place
 from shoal.checkpoint.layout.tensor_stream import raw
 
 Piece = tuple[str, Mapping[str, torch.Tensor]]
@@ -56,9 +57,17 @@ class PieceFiles:
         self._rows: dict[str, int] = {}
         """How many have been written, by the path above."""
         self._written: list[tuple[str, FileFacts, list[_Part]]] = []
+        self.error: OSError | None = None
+        """Why the disk did not take what came."""
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Write all that come; those of one path come one after the other."""
+        """Write all that come; those of one path come one after the other. What the disk says is kept for later."""
+        try:
+            self._write(pieces)
+        except OSError as error:
+            self.error = error
+
+    def _write(self, pieces: Iterable[Piece]) -> None:
         above = ""
         held = list[Mapping[str, torch.Tensor]]()
         size = 0

@@ -5,14 +5,19 @@
     commit      a thread of rank 0: when all files are there, the manifest, the rename, `latest`
 
 Ranks tell rank 0 of their files through the folder itself, so the threads need no collectives of their own.
+
+A save that fails is said at once, by rank 0, and training goes on; the next one tries again. All ranks count alike how
+often that has happened in a row, and end together when it was too often.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
 import weakref
@@ -30,20 +35,13 @@ import shoal
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.large_tensors import FileReport, Piece, PieceFiles
-from shoal.checkpoint.layout.manifest import FILE, FileFacts, Logical, Manifest, Slice, seal, unseal
+from shoal.checkpoint.layout.manifest import FileFacts, Logical, Manifest, Slice
 from shoal.checkpoint.layout.region import Region
-from shoal.checkpoint.layout.shard_file import (
-    DTYPES,
-    NAMES,
-    PAGE,
-    Slot,
-    checksum,
-    head,
-    place,
-    write_block,
-    write_file,
-)
+from shoal.checkpoint.layout.sealed import FILE, checksum, read_file, seal, unseal, write_file
+from shoal.checkpoint.layout.shard_file import DTYPES, NAMES, PAGE, Slot, head, place, write_block
 from shoal.checkpoint.layout.write_plan import Holding, Write, assign
+from shoal.checkpoint.lock import FolderTaken
+from shoal.checkpoint.room import failure_sentence, reason_of
 from shoal.errors import ConfigError
 from shoal.world.shm.memory import put
 from shoal.world.world import World
@@ -51,13 +49,19 @@ from shoal.world.world import World
 State = Sequence[tuple[Holding, torch.Tensor]]
 """What a rank holds, and the numbers themselves."""
 
-_Listed: TypeAlias = "tuple[str, list[int], int, list[list[int]], int, int, str, bool]"
+_Listed: TypeAlias = "tuple[str, list[int], int, Sequence[Sequence[int]], int, int, str, bool]"
 """A holding as ranks tell each other: path, shape, its region (four fields), type, whether others hold it too."""
 
 _PATIENCE = 600.0
 """Seconds that rank 0 waits for the files of the others."""
 _GRACE = 2.0
 """And once the run has failed."""
+FAILURES = 3
+"""So many saves in a row may fail before they end the run."""
+
+
+class SaveFailed(Exception):
+    """Some rank has not written its files, and why."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Facts:
     step: int
     plan: str
     state: Mapping[str, Any]
+    keep: str = ""
+    """The retention that the checkpoint goes by; empty if somebody has asked for it by name."""
 
 
 class Saver:
@@ -79,12 +85,19 @@ class Saver:
         root: Path,
         after: Callable[[Path], None] = lambda _: None,
         peers: Peers | None = None,
+        before: Callable[[], None] = lambda: None,
+        failures: int = FAILURES,
     ) -> None:
-        """`after` is called on rank 0, in its thread, with each checkpoint that is complete."""
+        """`after` is called on rank 0, in its thread, with each checkpoint that is complete; `before` before it is.
+
+        `failures`: so many saves in a row that fail end the run.
+        """
         self._world = world
         self._root = root
         self._after = after
         self._peers = peers
+        self._before = before
+        self._limit = failures
         self._token = world.gather_values(f"{time.time_ns():x}-{os.getpid():x}")[0]
         self._turn = 0
         self._known: list[Holding] | None = None
@@ -94,6 +107,8 @@ class Saver:
         """Where in the block each write is copied to."""
         self._begin = self._end = 0
         """Where the tensors are in the block."""
+        self._needed = 0
+        """Bytes of a checkpoint, of all ranks."""
         self._block = torch.empty(0, dtype=torch.uint8)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         weakref.finalize(self, self._jobs.put, None)
@@ -102,6 +117,10 @@ class Saver:
         self._committed.set()
         self._idle.set()
         self._error: BaseException | None = None
+        """What went wrong with the last save, as this rank knows it."""
+        self._failed = 0
+        """How many have failed in a row, without the last one; the same on every rank."""
+        self._last = ""
         self._deadline = math.inf
         self._threaded = False
 
@@ -109,39 +128,42 @@ class Saver:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
 
         An urgent one is written here and now; others by a thread that leaves the processor to the training. Pieces,
-        which memory need not hold, go to their files at once.
+        which memory need not hold, go to their files at once. Raises on every rank where too many have failed.
         """
         folders.check_target(self._root, facts.name)
-        self.rest()
+        self._idle.wait()
         self._plan([holding for holding, _ in state])
+        self._error = None
+        self._last = facts.name
         for write, target in zip(self._writes, self._targets, strict=True):
             put(target, _elements(state[write.holding][1], write))
         self._turn += 1
         written = folders.temporary(self._root, facts.name, f"{self._token}-{self._turn}")
         paths = [state[write.holding][0].path for write in self._writes]
         files = PieceFiles(written, self._world.rank)
-        try:
-            files.write(pieces)
-        except OSError as error:  # the next call of `wait` raises it
-            self._error = error
-            self._tell_of(error, written)
-            return
+        files.write(pieces)
         self._committed.clear()
         self._idle.clear()
-        if urgent:
+        decides = self._failed > 0 and self._failed + 1 >= self._limit
+        if urgent or decides:
             self._work(written, paths, facts, files)
         else:
             self._start()
             self._jobs.put(lambda: self._work(written, paths, facts, files))
+        if decides:  # one more would end the run: then it ends here, and not when the next is due
+            self._count(float(self._world.gather_numbers([self._outcome])[:, 0].max()))
+            self._error = None
 
     def wait(self) -> None:
-        """Until the last save is on disk; raises what went wrong with it."""
+        """Until the last save is on disk; raises what went wrong with it, as far as this rank knows."""
         self._committed.wait()
         if self._error is not None:
             error = self._error
             self._error = None
+            if isinstance(error, FolderTaken):
+                raise error
             raise ConfigError(
-                f"a checkpoint could not be written to {self._root} ({getattr(error, 'strerror', None) or error}); "
+                f"a checkpoint could not be written to {self._root} ({self._last}: {reason_of(error)}); "
                 "free some space, or choose another folder."
             ) from error
 
@@ -149,6 +171,37 @@ class Saver:
         """Until nothing is left to do; raises what went wrong."""
         self._idle.wait()
         self.wait()
+
+    def idle(self) -> None:
+        """Until nothing is left to do, whatever came of it."""
+        self._idle.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed, as far as this rank knows."""
+        return self._error is not None
+
+    @property
+    def _outcome(self) -> float:
+        """Of the last save: 0 as far as this rank knows all is well, 1 failed, 2 no other will do better."""
+        return 0.0 if self._error is None else 2.0 if isinstance(self._error, FolderTaken) else 1.0
+
+    def _count(self, worst: float) -> None:
+        """What came of the last save, the same on every rank; raises on all of them if it ends the run."""
+        self._failed = self._failed + 1 if worst else 0
+        if worst < 2 and self._failed < self._limit:
+            return
+        mine = reason_of(self._error) if self._error is not None else ""
+        reason = next((text for text in self._world.gather_values(mine) if text), "")
+        self._error = None
+        if worst == 2:
+            raise FolderTaken(reason)
+        newest = folders.latest(self._root)
+        left = f"the newest there is {newest}" if newest else "there is none"
+        raise ConfigError(
+            f"{self._failed} checkpoints in a row could not be written to {self._root} ({reason}), and {left}; free "
+            "some space or choose another folder, and start again. checkpoint_failures= says how many may fail."
+        )
 
     def abandon(self) -> None:
         """The run has failed: let what is nearly done come to its end, and wait for nobody who may be gone."""
@@ -163,14 +216,21 @@ class Saver:
             threading.Thread(target=_run, args=(self._jobs,), name="checkpoint", daemon=True).start()
 
     def _plan(self, mine: list[Holding]) -> None:
-        """Agree on who writes what, if that has changed since the last time."""
-        changed = self._world.gather_numbers([float(mine != self._known)])
-        if not changed.any():
+        """Agree on what came of the last save, and on who writes what, if that has changed since the last time."""
+        table = self._world.gather_numbers([float(mine != self._known), self._outcome])
+        self._count(float(table[:, 1].max()))
+        if not table[:, 0].any():
             return
         self._known = mine
         listed = [[h.path, list(h.region.shape), *h.region.to_json(), NAMES[h.dtype], h.shared] for h in mine]
         everyone = [[_holding(entry) for entry in theirs] for theirs in self._world.gather_values(listed)]
-        writes = assign(everyone)[self._world.rank]
+        assigned = assign(everyone)
+        writes = assigned[self._world.rank]
+        self._needed = sum(
+            write.region.numel * everyone[rank][write.holding].dtype.itemsize
+            for rank, theirs in enumerate(assigned)
+            for write in theirs
+        )
         # The widest numbers first: then each tensor begins where one of its kind may.
         self._writes = sorted(writes, key=lambda write: -mine[write.holding].dtype.itemsize)
         self._slots = place([_slot(write, mine[write.holding]) for write in self._writes])
@@ -187,43 +247,47 @@ class Saver:
 
     def _work(self, written: Path, paths: Sequence[str], facts: Facts, files: PieceFiles) -> None:
         try:
-            written.mkdir(parents=True, exist_ok=True)
-            self._write(written, paths, files)
-            manifest = b""
-            if self._world.rank == 0:
-                manifest = self._commit(written, self._root / facts.name, facts)
+            self._hand_in(written, self._write(written, paths, files))
+            manifest = self._commit(written, facts) if self._world.rank == 0 else b""
             if self._peers is not None:
                 self._peers.finish(written.name, facts.name, manifest)
             self._committed.set()
-            if self._world.rank == 0:
+            if manifest:
                 self._after(self._root / facts.name)
-        except BaseException as error:  # the next call of `wait` raises it
+        except BaseException as error:  # the next save counts it
             self._error = error
-            self._tell_of(error, written)
+            if self._world.rank == 0:
+                self._say(facts.name, error)
         finally:
             self._committed.set()
             self._idle.set()
 
-    def _tell_of(self, error: BaseException, written: Path) -> None:
-        """Let rank 0 not wait for a file that will not come; rank 0 removes what has been written."""
-        with suppress(OSError):
-            if self._world.rank == 0:
-                shutil.rmtree(written, ignore_errors=True)
-            else:
-                self._hand_in(written, {"error": str(getattr(error, "strerror", None) or error)})
-
-    def _hand_in(self, written: Path, report: object) -> None:
-        part = written / f".part-{self._world.rank}"
-        write_file(part, [seal(report)])
-        os.replace(part, written / f"part-{self._world.rank}")
-
-    def _write(self, written: Path, paths: Sequence[str], files: PieceFiles) -> None:
-        name = f"rank-{self._world.rank:04}.safetensors"
+    def _write(
+        self, written: Path, paths: Sequence[str], files: PieceFiles
+    ) -> list[FileReport] | dict[str, str]:
+        """This rank's files, or why they are not there. Peers get theirs all the same: they wait for them."""
+        name = _file_of(self._world.rank)
         block = memoryview(self._block.numpy().data)[: self._end]
         sums = [checksum(block[self._begin + slot.start : self._begin + slot.stop]) for slot in self._slots]
-        write_block(written / name, block)
+        reports: list[FileReport] = []
+        try:
+            written.mkdir(parents=True, exist_ok=True)
+            (written / f".part-{self._world.rank}").touch()
+            if files.error is not None:
+                raise files.error
+            write_block(written / name, block)
+        except OSError as error:
+            self._error = error
         if self._peers is not None:
             self._peers.put(written.name, name, [block])
+        try:
+            reports = files.settle(self._peers)
+        except OSError as error:
+            self._error = self._error or error
+        if self._error is not None:
+            with suppress(OSError):
+                (written / name).unlink(missing_ok=True)  # and so make room to say it
+            return {"error": reason_of(self._error)}
         report: FileReport = {
             "file": {"name": name, "bytes": len(block), "head": checksum(block[: self._begin])},
             "slices": [
@@ -231,50 +295,97 @@ class Saver:
                 for path, write, slot, total in zip(paths, self._writes, self._slots, sums, strict=True)
             ],
         }
-        self._hand_in(written, [report, *files.settle(self._peers)])
+        return [report, *reports]
 
-    def _commit(self, written: Path, final: Path, facts: Facts) -> bytes:
+    def _hand_in(self, written: Path, report: list[FileReport] | dict[str, str]) -> None:
+        """Tell rank 0. Where the disk is too full even for that, the name of a file that is there already does."""
+        draft = written / f".part-{self._world.rank}"
+        part = written / f"part-{self._world.rank}"
+        try:
+            write_file(draft, [seal(report)])
+        except OSError as error:
+            self._error = self._error or error
+            first = self._error
+            number = first.errno if isinstance(first, OSError) and first.errno is not None else errno.EIO
+            part = part.with_suffix(f".{number}")
+        with suppress(OSError):
+            os.replace(draft, part)
+
+    def _commit(self, written: Path, facts: Facts) -> bytes:
+        """Make it a checkpoint once all files are there; its manifest. Empty where it could not be written."""
         files: dict[str, FileFacts] = {}
         tensors: dict[str, Logical] = {}
-        for rank in range(self._world.size):
-            for report in self._reports(written / f"part-{rank}"):
-                file = report["file"]
-                files[file["name"]] = FileFacts(file["bytes"], file["head"])
-                for path, dtype, shape, key, region, total in report["slices"]:
-                    piece = Slice(file["name"], key, Region.from_json(shape, region), total)
-                    before = tensors[path].slices if path in tensors else ()
-                    tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
-        manifest = Manifest(
-            name=facts.name,
-            step=facts.step,
-            written=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            plan=facts.plan,
-            workers=self._world.size,
-            tensors=dict(sorted(tensors.items())),
-            files=files,
-            state=facts.state,
-            versions={"shoal": shoal.__version__, "torch": torch.__version__},
-        )
-        text = manifest.dumps()
-        write_file(written / FILE, [text])
-        for rank in range(self._world.size):
-            (written / f"part-{rank}").unlink()
-        folders.commit(written, final)
-        return text
+        try:
+            # All of them, also after the first that has failed: whoever still writes would leave its file behind.
+            everyone = [self._reports(written, rank) for rank in range(self._world.size)]
+            for rank, theirs in enumerate(everyone):
+                if isinstance(theirs, str):
+                    raise SaveFailed(theirs if self._world.size == 1 else f"rank {rank}: {theirs}")
+                for report in theirs:
+                    file = report["file"]
+                    files[file["name"]] = FileFacts(file["bytes"], file["head"])
+                    for path, dtype, shape, key, region, total in report["slices"]:
+                        piece = Slice(file["name"], key, Region.from_json(shape, region), total)
+                        before = tensors[path].slices if path in tensors else ()
+                        tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
+            manifest = Manifest(
+                name=facts.name,
+                step=facts.step,
+                written=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                plan=facts.plan,
+                workers=self._world.size,
+                tensors=dict(sorted(tensors.items())),
+                files=files,
+                state=facts.state,
+                versions={"shoal": shoal.__version__, "torch": torch.__version__},
+                keep=facts.keep,
+            )
+            text = manifest.dumps()
+            write_file(written / FILE, [text])
+            for rank in range(self._world.size):
+                (written / f"part-{rank}").unlink()
+            self._before()
+            folders.commit(written, self._root / facts.name)
+            return text
+        except (OSError, SaveFailed, ConfigError) as error:
+            self._error = error
+            shutil.rmtree(written, ignore_errors=True)
+            self._say(facts.name, error)
+            return b""
 
-    def _reports(self, part: Path) -> list[FileReport]:
-        """What a rank says of its files, once it has written them."""
+    def _say(self, name: str, error: BaseException) -> None:
+        """At once, whatever the training does."""
+        if isinstance(error, FolderTaken):
+            return  # it ends the run
+        text = failure_sentence(name, self._root, reason_of(error), self._needed)
+        number = self._failed + 1
+        then = "training goes on, and the next save tries again" if number < self._limit else "the run ends"
+        text = f"{text}; {then} (failure {number} of {self._limit} in a row)"
+        print(f"shoal: {text}.", file=sys.stderr, flush=True)
+
+    def _reports(self, written: Path, rank: int) -> list[FileReport] | str:
+        """What a rank says of its files, once it has written them; or why it has not."""
+        if rank == 0 and self._error is not None:
+            return reason_of(self._error)
+        part = written / f"part-{rank}"
         begin = time.monotonic()
-        rank = part.name.removeprefix("part-")
         while not part.exists():
-            if time.monotonic() > min(begin + _PATIENCE, self._deadline):
-                raise OSError(f"rank {rank} has written no file in {time.monotonic() - begin:.0f} s")
+            for short in written.glob(f"part-{rank}.*"):
+                return f"{written / _file_of(rank)}: {os.strerror(int(short.suffix[1:]))}"
+            waited = time.monotonic() - begin
+            gone = self._error is not None and not written.exists()
+            if waited > min(_GRACE if gone else _PATIENCE, self._deadline - begin):
+                return f"it has written no file in {waited:.0f} s"
             time.sleep(0.005)
-        said = unseal(part.read_bytes())
+        said = unseal(read_file(part))
         if "error" in said:
-            raise OSError(f"rank {rank}: {said['error']}")
+            return str(said["error"])
         reports: list[FileReport] = said
         return reports
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:04}.safetensors"
 
 
 def _elements(tensor: torch.Tensor, write: Write) -> torch.Tensor:

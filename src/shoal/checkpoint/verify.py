@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from shoal.checkpoint.folder import CheckpointEntry
+from shoal.checkpoint.folder import CheckpointEntry, Unreadable, is_unreadable, problem_of
 from shoal.checkpoint.layout.manifest import Manifest
 from shoal.checkpoint.layout.shard_file import ShardFile
 
 
 def verify(found: CheckpointEntry, files: Collection[str] | None = None) -> Iterator[str]:
-    """What is wrong with a checkpoint, one sentence each; nothing if it is whole. `files`: only these."""
+    """What is wrong with a checkpoint, one sentence each; nothing if it is whole. `files`: only these.
+
+    Raises `Unreadable` where that cannot be told.
+    """
+    if found.unreadable:
+        raise Unreadable(found.problem)
     if found.manifest is None:
         yield found.problem
         return
@@ -26,6 +31,8 @@ def _verify_file(folder: Path, manifest: Manifest, name: str) -> Iterator[str]:
     try:
         shard = ShardFile(path)
     except (OSError, ValueError) as error:
+        if is_unreadable(error):
+            raise Unreadable(problem_of(path, error)) from error
         yield f"{path}: {error.strerror if isinstance(error, OSError) else error}"
         return
     try:

@@ -6,17 +6,19 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.ckpt_find import find_all, find_readable, find_whole, is_url
+from shoal.checkpoint.folder import plain_name
+from shoal.cli.ckpt_find import find_all, find_outlines, find_readable, find_whole, is_url
 from shoal.cli.text_columns import columns, size_text
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.folder import CheckpointEntry
+    from shoal.checkpoint.folder import CheckpointEntry, Outline
     from shoal.checkpoint.layout.manifest import Manifest
 
 Checkpoint = Annotated[
@@ -40,12 +42,12 @@ def list_checkpoints(
 
         rows = [["name", "step", "written", ""]]
         for c in Remote(folder).candidates():
-            note = "damaged" if c.step < 0 else "latest" if c.latest else ""
+            note = "unreadable" if c.unreadable else "damaged" if c.step < 0 else "latest" if c.latest else ""
             rows.append([c.name, str(c.step) if c.step >= 0 else "", _when(c.written), note])
     else:
         rows = [["name", "step", "written", "plan", "workers", "size", ""]]
-        for number, found in enumerate(find_all(Path(folder))):
-            rows.append([found.name, *_facts(found), _note(found, number == 0)])
+        for number, found in enumerate(find_outlines(Path(folder))):
+            rows.append([plain_name(found.folder), *_facts(found), _note(found, number == 0)])
     if len(rows) == 1:
         raise ConfigError(f"there is no checkpoint at {folder}; is it the folder above?")
     print(columns(rows, right=[1, 4, 5]))
@@ -84,17 +86,25 @@ def show(
 
 
 def verify(checkpoint: Either) -> None:
-    """Check every byte, and name each tensor that is damaged. Exit code 1 if one is.
+    """Check every byte, and name each tensor that is damaged. Exit code 1 if one is, or cannot be read.
 
     \b
     shoal ckpt verify runs/first
     shoal ckpt verify runs/first/step-300
     """
+    from shoal.checkpoint.folder import Unreadable
+
     damaged = 0
+    closed = 0
     listed = find_all(checkpoint)
     for found in listed:
         begin = time.perf_counter()
-        problems = list(_verify(found))
+        try:
+            problems = list(_verify(found))
+        except Unreadable as error:
+            closed += 1
+            print(f"{found.name}: UNREADABLE\n  {error}")
+            continue
         seconds = time.perf_counter() - begin
         if problems:
             damaged += 1
@@ -107,6 +117,9 @@ def verify(checkpoint: Either) -> None:
             print(f"{found.name}: whole: {size_text(size)} in {files}, {size / seconds / 1e9:.1f} GB/s")
     if damaged:
         print(f"{damaged} of {_count(len(listed), 'checkpoint')} damaged")
+    if closed:
+        print(f"{closed} of {_count(len(listed), 'checkpoint')} cannot be read")
+    if damaged or closed:
         raise typer.Exit(1)
 
 
@@ -121,28 +134,28 @@ def prune(
     \b
     shoal ckpt prune runs/first --keep 3 --every 1000
     """
-    from shoal.checkpoint.copies.keep import Keep, remove
+    from shoal.checkpoint.copies.keep import Keep, listed, remove
 
-    listed = find_all(folder)
-    if listed[0].folder == folder:
+    found = find_outlines(folder)
+    if found[0].folder == folder:
         raise ConfigError(f"{folder} is a checkpoint itself; name the folder it is in.")
-    steps = [(f.name, _step(f), number == 0) for number, f in enumerate(listed)]
-    victims = Keep(keep, every).victims(steps)
-    spared = _newest_whole(folder, listed) if victims else None
-    going = [f for name in victims for f in listed if f.name == name != spared]
+    by_name = {plain_name(f.folder): f for f in found}
+    victims = Keep(keep, every).victims(listed([found[0]._replace(latest=True), *found[1:]]))
+    spared = _newest_whole(folder, found) if victims else None
+    going = [by_name[name] for name in victims if name != spared]
     if not going:
-        print(f"nothing to remove: {_count(len(listed), 'checkpoint')} in {folder}")
+        print(f"nothing to remove: {_count(len(found), 'checkpoint')} in {folder}")
         return
     rows = [["name", "step", "written", "plan", "workers", "size"]]
-    print(columns([*rows, *([f.name, *_facts(f)] for f in going)], right=[1, 4, 5]))
-    total = size_text(sum(_bytes(f.manifest) for f in going if f.manifest is not None))
-    question = f"remove {_count(len(going), 'checkpoint')} of {len(listed)}, {total}?"
+    print(columns([*rows, *([plain_name(f.folder), *_facts(f)] for f in going)], right=[1, 4, 5]))
+    total = size_text(sum(f.head.nbytes for f in going if f.head is not None))
+    question = f"remove {_count(len(going), 'checkpoint')} of {len(found)}, {total}?"
     if not yes and not typer.confirm(question):
         print("nothing is removed")
         return
-    for found in going:
-        remove(found.folder)
-    print(f"removed {_count(len(going), 'checkpoint')}, {total}; {len(listed) - len(going)} left")
+    for one in going:
+        remove(one.folder)
+    print(f"removed {_count(len(going), 'checkpoint')}, {total}; {len(found) - len(going)} left")
 
 
 def copy(
@@ -174,7 +187,7 @@ def _verify(found: CheckpointEntry) -> Iterator[str]:
     from shoal.checkpoint.verify import verify as problems
 
     if found.manifest is None:
-        yield found.problem
+        yield from problems(found)
         return
     tell = _progress(found.name)
     done = 0
@@ -185,12 +198,16 @@ def _verify(found: CheckpointEntry) -> Iterator[str]:
         tell(done, total)
 
 
-def _newest_whole(folder: Path, listed: list[CheckpointEntry]) -> str:
-    for found in sorted(listed, key=_step, reverse=True):
-        if next(_verify(found), None) is None:
-            return found.name
+def _newest_whole(folder: Path, outlines: list[Outline]) -> str:
+    from shoal.checkpoint.folder import Unreadable, open_folder
+
+    for outline in sorted(outlines, key=lambda o: o.step, reverse=True):
+        found = open_folder(outline.folder)
+        with suppress(Unreadable):  # it stays, and nobody can say that it is whole
+            if next(_verify(found), None) is None:
+                return found.name
     raise ConfigError(
-        f"none of the {len(listed)} checkpoints in {folder} is whole; nothing is removed. See shoal ckpt verify."
+        f"none of the {len(outlines)} checkpoints in {folder} is whole; nothing is removed. See shoal ckpt verify."
     )
 
 
@@ -205,17 +222,18 @@ def _progress(name: str) -> Callable[[int, int], None]:
     return tell
 
 
-def _facts(found: CheckpointEntry) -> list[str]:
-    manifest = found.manifest
-    if manifest is None:
+def _facts(found: Outline) -> list[str]:
+    head = found.head
+    if head is None:
         return ["", "", "", "", ""]
-    size = size_text(_bytes(manifest))
-    return [str(manifest.step), _when(manifest.written), manifest.plan, str(manifest.workers), size]
+    return [str(head.step), _when(head.written), head.plan, str(head.workers), size_text(head.nbytes)]
 
 
-def _note(found: CheckpointEntry, first: bool) -> str:
+def _note(found: Outline, first: bool) -> str:
     notes = ["latest"] if first else []
-    return ", ".join([*notes, f"damaged: {found.problem}"] if found.manifest is None else notes)
+    if found.head is None:
+        notes.append(f"{'unreadable' if found.unreadable else 'damaged'}: {found.problem}")
+    return ", ".join(notes)
 
 
 def _tensors(manifest: Manifest, limit: int | None) -> Iterator[list[str]]:
@@ -224,10 +242,6 @@ def _tensors(manifest: Manifest, limit: int | None) -> Iterator[list[str]]:
     for path, tensor in largest[:limit]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         yield [path, str(list(tensor.shape)), dtype, size_text(tensor.nbytes), str(len(tensor.slices))]
-
-
-def _step(found: CheckpointEntry) -> int:
-    return found.manifest.step if found.manifest is not None else -1
 
 
 def _bytes(manifest: Manifest) -> int:

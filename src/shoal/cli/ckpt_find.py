@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.folder import CheckpointEntry
+    from shoal.checkpoint.folder import CheckpointEntry, Outline
 
 
-def find_all(path: Path) -> list[CheckpointEntry]:
-    """The checkpoints at a path: itself, or those in it with the latest first."""
-    from shoal.checkpoint.folder import look, open_folder
-    from shoal.checkpoint.layout.manifest import FILE
+def find_outlines(path: Path) -> list[Outline]:
+    """What is cheap to know of the checkpoints at a path: itself, or those in it with the latest first."""
+    from shoal.checkpoint.folder import glance, in_order, outline
+    from shoal.checkpoint.layout.sealed import FILE
 
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give a checkpoint, or a folder of checkpoints.")
-    if (path / FILE).exists():
-        return [open_folder(path)]
-    found = look(path)
+    with suppress(PermissionError):  # then `glance` says so
+        if (path / FILE).exists():
+            return [outline(path)]
+    found = in_order(glance(path))
     if not found:
         raise ConfigError(
             f"there is no checkpoint in {path}; give a folder with a {FILE}, or one that holds such folders."
@@ -28,9 +30,18 @@ def find_all(path: Path) -> list[CheckpointEntry]:
     return found
 
 
+def find_all(path: Path) -> list[CheckpointEntry]:
+    """The checkpoints at a path: itself, or those in it with the latest first."""
+    from shoal.checkpoint.folder import open_folder
+
+    return [open_folder(found.folder) for found in find_outlines(path)]
+
+
 def find_readable(path: Path) -> CheckpointEntry:
     """One checkpoint whose manifest can be read: the one at a path, or the latest in it."""
-    found = find_all(path)[0]
+    from shoal.checkpoint.folder import open_folder
+
+    found = open_folder(find_outlines(path)[0].folder)
     if found.manifest is None:
         raise ConfigError(f"{found.problem}; choose another checkpoint.")
     return found

@@ -59,7 +59,7 @@ class Loop:
         try:
             with stop:
                 yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
-                self.checkpoints.finish()
+                self.checkpoints.finish(progress)
             if stop.number:
                 stop.leave()
         except GeneratorExit:  # the user has had enough
@@ -81,6 +81,7 @@ class Loop:
         total = goal.steps
         calls = self.calls
         calls.compare(f"{LOOP}({f'{goal.epochs:g}ep' if total is None else total})")
+        self.checkpoints.hold()
         schedule = self._take_up_schedule(goal, progress)
         early = progress.early_stop
         if goal.reached(progress.step) or (early is not None and early.stopped):
@@ -173,7 +174,7 @@ class Loop:
         """A signal has asked for it: save, say what was saved, and end."""
         name = f"step-{progress.step}"
         if not self.checkpoints.due(progress.step, last=False):  # else it is being written
-            self.checkpoints.save(name, progress)
+            self.checkpoints.save(name, progress, automatic=True)
         self.checkpoints.wait()
         where = self.checkpoints.place(name)
         self.journal.say(

@@ -71,7 +71,7 @@ class Run(RunConfig):
             self._keep_nothing(launch.record)
         config = self.config = self._settings()
         early_stop = EarlyStop.of(self.early_stop)
-        kept = CheckpointConfig.of(self.checkpoint, self.checkpoint_every, self.checkpoint_keep, self.copies)
+        kept = self._kept()
         if launch.dry_run:
             device = choose_device(self.device, launch.local_rank)
             print(answer(config, launch.dry_run, launch.size, device), flush=True)
@@ -99,7 +99,7 @@ class Run(RunConfig):
             self._progress.early_stop = early_stop
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
-        atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
+        atexit.register(self._checkpoints.leave)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
     def _keep_nothing(self, record: str) -> None:
@@ -270,6 +270,16 @@ class Run(RunConfig):
         with self._calls.together("run.state_dict"), self._context.averages.in_place(weights):
             whole = self._context.whole.state_dict()
         return whole if self.world.rank == 0 else {}
+
+    def _kept(self) -> CheckpointConfig:
+        """What is asked for of checkpoints."""
+        return CheckpointConfig.of(
+            self.checkpoint,
+            self.checkpoint_every,
+            self.checkpoint_keep,
+            self.copies,
+            self.checkpoint_failures,
+        )
 
     def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
         """What --strategy, --set and --steps say; they win over the script."""

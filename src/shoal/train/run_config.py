@@ -123,7 +123,10 @@ class RunConfig:
     checkpoint_every: int | None = None
     """Steps between checkpoints; the last step is saved too. Training goes on while they are written."""
     checkpoint_keep: int | str | None = 3
-    """How many automatic checkpoints stay, as 3 or "last=3, every=1000"; None keeps all. Named ones always stay."""
+    """How many automatic checkpoints stay, as 3 or "last=3, every=1000"; None keeps all. Named ones always stay, and so
+    does what was saved under another value."""
+    checkpoint_failures: int = 3
+    """So many saves in a row that fail end the run; those before are reported, and the next one tries again."""
     copies: str = ""
     """Second copies of checkpoints: "peer" (in the memory of hosts), URLs such as "s3://bucket/run", or both."""
     log: str | None = "auto"

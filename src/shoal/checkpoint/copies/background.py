@@ -1,7 +1,8 @@
 """Second copies of checkpoints, made while training goes on. Losing one is no reason to end a run.
 
 One thread of rank 0 uploads. A checkpoint that is complete while another is on its way waits; a newer one takes the
-place of the one that waits, so a slow line means fewer copies and never a queue that grows.
+place of the one that waits, so a slow line means fewer copies and never a queue that grows. At the end of a run it is
+said which of the last checkpoints have no copy; the exit code stays 0, for they are whole in their folder.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ _BETWEEN = 10.0
 class Copier:
     """Copies checkpoints to a URL and removes old copies there. Rank 0 has one."""
 
-    def __init__(self, remote: Remote, keep: Keep) -> None:
+    def __init__(self, remote: Remote, keep: Keep, own: str | None = None) -> None:
+        """`own`: remove only copies of what was saved under this retention."""
         self._remote = remote
         self._keep = keep
+        self._own = own
         self._lock = threading.Lock()
         self._waiting: Path | None = None
         self._active: Path | None = None
@@ -34,6 +37,8 @@ class Copier:
         """There only while there is something to copy."""
         self._cleaned = False
         self._progress = (0, 0)
+        self._missing: dict[str, Path] = {}
+        """What could not be copied since the last that could, by name."""
 
     def add(self, folder: Path) -> None:
         """Copy a checkpoint as soon as may be. Returns at once."""
@@ -64,6 +69,18 @@ class Copier:
                     f"({done / 1e6:.0f} of {total / 1e6:.0f} MB, {time.monotonic() - begin:.0f} s so far)."
                 )
 
+    def say_what_is_missing(self) -> None:
+        """At the end of a run: which checkpoints have no copy, if the newest has none."""
+        here = {name: folder for name, folder in self._missing.items() if folder.exists()}
+        if here:
+            root = next(iter(here.values())).parent
+            have = f"{', '.join(here)} {'has' if len(here) == 1 else 'have'} no copy at {self._remote.title}"
+            _say(
+                f"{have}; in {root} they are whole. Once that place answers, `shoal ckpt copy {root} "
+                f"{self._remote.title}` makes up for it."
+            )
+        self._missing = {}
+
     # From here on in the thread.
 
     def _work(self) -> None:
@@ -74,14 +91,16 @@ class Copier:
                     self._remote.clean()
                     self._cleaned = True
                 self._remote.upload(folder, self._tell)
+                self._missing = {}
             except Exception as error:
+                self._missing[folder.name] = folder
                 _say(
                     f"the copy of {folder.name} to {self._remote.title} failed ({_plain(error)}); "
                     "training goes on, and the next checkpoint will be copied again."
                 )
                 continue
             try:
-                prune_remote(self._remote, self._keep)
+                prune_remote(self._remote, self._keep, own=self._own)
             except Exception as error:
                 _say(f"old copies at {self._remote.title} could not be removed ({_plain(error)}); they stay.")
 

@@ -20,14 +20,15 @@ import xxhash
 
 from shoal.checkpoint.copies.find_newest import Candidate
 from shoal.checkpoint.folder import check_name, clean, look
-from shoal.checkpoint.layout.manifest import FILE
-from shoal.checkpoint.layout.shard_file import write_file
+from shoal.checkpoint.layout.sealed import FILE, write_file
 from shoal.errors import ConfigError
 from shoal.world.world import World
 
 MEMORY = Path("/dev/shm")
 _NAME = 64
 """Bytes before a file that is sent: its name."""
+_NONE = b"-"
+"""In the place of a manifest."""
 
 
 class Peers:
@@ -82,9 +83,15 @@ class Peers:
         return True
 
     def finish(self, turn: str, name: str, manifest: bytes) -> None:
-        """All files are there: make them a checkpoint, in place of the one before. Rank 0 knows the manifest."""
+        """All files are there: make them a checkpoint, in place of the one before. Rank 0 knows the manifest.
+
+        Without one, the save has failed: the one before stays.
+        """
         if self._several:
-            manifest = spread(self._line, manifest, 0)
+            manifest = spread(self._line, manifest or _NONE, 0)
+        if self._leads and manifest in (b"", _NONE):
+            shutil.rmtree(self._root / turn, ignore_errors=True)
+            return
         if not self._leads or not self._keep(self._root / turn, FILE, [manifest]):
             return
         shutil.rmtree(self._root / name, ignore_errors=True)

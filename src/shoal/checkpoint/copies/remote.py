@@ -18,14 +18,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shoal.checkpoint.copies.find_newest import Candidate
-from shoal.checkpoint.folder import LATEST, check_name, commit, flush, look, open_folder, point_to, temporary
-from shoal.checkpoint.layout.manifest import FILE, Manifest, seal, unseal
-from shoal.checkpoint.layout.shard_file import write_file
+from shoal.checkpoint.folder import (
+    LATEST,
+    Unreadable,
+    check_name,
+    commit,
+    flush,
+    glance,
+    holds_any,
+    open_folder,
+    point_to,
+    step_in,
+    temporary,
+)
+from shoal.checkpoint.layout.sealed import FILE, NewerFormat, read_head, seal, unseal, write_file
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.world.world import World
@@ -117,7 +128,7 @@ class Remote:
             written.mkdir(parents=True)
             try:
                 self._fetch(name, text, written)
-                first = next((found.name for found in look(root)), name)
+                first = next((found for found, outline in glance(root).items() if outline.latest), name)
                 commit(written, final)
                 if first != name:
                     point_to(root, first)
@@ -169,10 +180,13 @@ class Remote:
         if text is None:
             return None
         try:
-            manifest = Manifest.loads(text)
+            head = read_head(text)
+        except NewerFormat:
+            number = step_in(name)
+            return Candidate(name, -1 if number is None else number, False, unreadable=True)
         except ValueError:
             return Candidate(name, -1, False)
-        return Candidate(name, manifest.step, False, manifest.written)
+        return Candidate(name, head.step, False, head.written, head.keep)
 
     def _is_half(self, name: str) -> bool:
         """Whether there is nothing but what an upload has left: other people's folders may lie beside ours."""
@@ -206,7 +220,8 @@ class Remote:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
+            kind = ConfigError if isinstance(error, FileNotFoundError) else Unreadable
+            raise kind(
                 f"{self.title} cannot be {verb} ({_reason(error)}); "
                 "check the address, the credentials, the network and the space."
             ) from error
@@ -223,30 +238,39 @@ class RemotePlace:
         self.title = remote.title
 
     def candidates(self) -> list[Candidate]:
-        listed: list[tuple[str, int, bool, str]] = []
+        listed: list[Candidate] = []
         problem = ""
         nothing = False
         if self._world.rank == 0:
             try:
-                listed = [(c.name, c.step, c.latest, c.written) for c in self._remote.candidates()]
+                listed = self._remote.candidates()
             except ConfigError as error:
                 problem = str(error)
-                nothing = not look(self._root)
-        listed, problem, nothing = self._world.gather_values([listed, problem, nothing])[0]
+                nothing = not holds_any(self._root)
+        told, problem, nothing = self._world.gather_values([[astuple(c) for c in listed], problem, nothing])[
+            0
+        ]
         if nothing:  # to begin anew would bury what may be there
             raise ConfigError(f"there is no checkpoint in {self._root}, and {problem}")
         if problem:
             self._say(problem)
-        return [Candidate(*entry) for entry in listed]
+        return [Candidate(*entry) for entry in told]
 
     def bring(self, name: str) -> Path:
         problem = ""
+        closed = False
         if self._world.rank == 0:
             try:
                 self._remote.download(name, self._root)
             except ConfigError as error:
                 problem = str(error)
-        problem = self._world.gather_values(problem)[0]
+                closed = isinstance(error, Unreadable)
+        problem, closed = self._world.gather_values([problem, closed])[0]
+        if closed:
+            raise Unreadable(
+                f"{problem} The copy of {name} there is the newest checkpoint, and this run does not go on from an "
+                "older one by itself; leave out copies= to do so."
+            )
         if not problem:
             return self._root / name
         self._say(problem)

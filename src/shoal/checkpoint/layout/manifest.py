@@ -2,6 +2,7 @@
 
     {"checksum": "…", "manifest": {
       "format": 1, "name": "step-300", "step": 300, "written": "…", "plan": "zero1 * tp2", "workers": 4,
+      "keep": "3",                                   by which retention it goes; empty if it was saved by name
       "versions": {"shoal": "…", "torch": "…"},
       "state": {…},                                 cursor, learning rate, loss scale, random streams, …
       "files": {"rank-0000.safetensors": {"bytes": 1234, "head": "…"}},
@@ -13,7 +14,6 @@ The text is exactly what `dumps` makes of it, so a change of any bit of it shows
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -21,10 +21,9 @@ from typing import Any, TypedDict
 import torch
 
 from shoal.checkpoint.layout.region import Region, RegionJson, covers
-from shoal.checkpoint.layout.shard_file import DTYPES, NAMES, checksum
-
-FORMAT = 1
-FILE = "manifest.json"
+from shoal.checkpoint.layout.sealed import FILE as FILE
+from shoal.checkpoint.layout.sealed import FORMAT, head_of, seal, unseal
+from shoal.checkpoint.layout.shard_file import DTYPES, NAMES
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,8 @@ class Manifest:
     files: Mapping[str, FileFacts]
     state: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    keep: str = ""
+    """The retention that it was saved under and goes by; empty where somebody has asked for it by name."""
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +107,7 @@ class Manifest:
             "written": self.written,
             "plan": self.plan,
             "workers": self.workers,
+            "keep": self.keep,
             "versions": dict(self.versions),
             "state": dict(self.state),
             "files": {n: {"bytes": f.bytes, "head": f.head} for n, f in self.files.items()},
@@ -117,23 +119,23 @@ class Manifest:
     def loads(text: bytes) -> Manifest:
         """Reads what `dumps` wrote; ValueError, with a reason, for anything else."""
         body = unseal(text)
-        if body.get("format") != FORMAT:
-            raise ValueError(f"it has format {body.get('format')}, and this version of shoal reads {FORMAT}")
+        head = head_of(body)
         try:
             manifest = Manifest(
-                name=str(body["name"]),
-                step=int(body["step"]),
-                written=str(body["written"]),
-                plan=str(body["plan"]),
-                workers=int(body["workers"]),
+                name=head.name,
+                step=head.step,
+                written=head.written,
+                plan=head.plan,
+                workers=head.workers,
                 tensors={path: _tensor_from_json(entry) for path, entry in body["tensors"].items()},
                 files={
                     _plain(n): FileFacts(int(f["bytes"]), str(f["head"])) for n, f in body["files"].items()
                 },
                 state=dict(body["state"]),
                 versions=dict(body["versions"]),
+                keep=head.keep,
             )
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"an entry is missing or of the wrong kind ({error})") from error
         manifest._check()
         return manifest
@@ -145,37 +147,6 @@ class Manifest:
                     raise ValueError(f"'{path}' is said to be in {piece.file}, which it does not list")
             if not covers([piece.region for piece in tensor.slices]):
                 raise ValueError(f"a part of '{path}' is in none of its files")
-
-
-_BEFORE = b'{"checksum":"'
-_BETWEEN = b'","manifest":'
-_AFTER = b"}\n"
-
-
-def seal(body: object) -> bytes:
-    """A JSON value as text that shows whether it has been changed.
-
-    >>> unseal(seal({"a": 1}))
-    {'a': 1}
-    """
-    text = json.dumps(body, separators=(",", ":")).encode()
-    return b"".join([_BEFORE, checksum(text).encode(), _BETWEEN, text, _AFTER])
-
-
-def unseal(text: bytes) -> Any:
-    """The value in a sealed text; ValueError if it has been changed.
-
-    >>> unseal(seal({"a": 1}).replace(b"1", b"2"))
-    Traceback (most recent call last):
-    ValueError: it does not match its own checksum
-    """
-    body = text[len(_BEFORE) + 16 + len(_BETWEEN) : -len(_AFTER)]
-    if text == b"".join([_BEFORE, checksum(body).encode(), _BETWEEN, body, _AFTER]):
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
-            pass
-    raise ValueError("it does not match its own checksum")
 
 
 def _tensor_to_json(tensor: Logical) -> TensorEntry:

@@ -15,7 +15,7 @@ import torch
 
 Span = tuple[int, int]
 """Start and length."""
-RegionJson: TypeAlias = "tuple[int, list[list[int]], int, int]"
+RegionJson: TypeAlias = "tuple[int, Sequence[Sequence[int]], int, int]"
 """Dimension, spans, start and stop of a region, as a manifest has them."""
 
 
@@ -91,7 +91,7 @@ class Region:
 
     def to_json(self) -> RegionJson:
         """As a manifest has it; the shape stands elsewhere."""
-        return self.dim, [list(span) for span in self.spans], self.start, self.stop
+        return self.dim, self.spans, self.start, self.stop
 
     @staticmethod
     def from_json(shape: Sequence[int], given: RegionJson) -> Region:

@@ -14,14 +14,15 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 
+from shoal.checkpoint.layout.sealed import checksum, open_plain, writing
+from shoal.checkpoint.layout.sealed import write_file as write_file
 from shoal.errors import ConfigError
 
 DTYPES = {
@@ -66,11 +67,6 @@ class Slot:
     stop: int
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """xxh3 of some bytes: 12 GB/s on one core, and no single flipped bit goes unseen."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
 def place(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[Slot]:
     """Give each tensor its place in the data, in the order given."""
     slots = []
@@ -111,32 +107,16 @@ _CHUNK = 8 * 2**20
 """Bytes per call: other threads, and the training, get their turn in between."""
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview], flush: bool = True) -> None:
-    """Write parts one after the other and see them on the disk before returning; without `flush`, some time later."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        for part in parts:
-            left = memoryview(part).cast("B")
-            while len(left):
-                left = left[os.write(descriptor, left[:_CHUNK]) :]
-        if flush:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_block(path: Path, block: memoryview) -> None:
     """Write one block of memory, past the page cache where that can be done, and see it on the disk.
 
     The cache would cost a copy of every byte, and once more time when the file is removed: time of the training.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
+    with writing(path) as descriptor:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         done = 0
-        with suppress(
-            OSError
-        ):  # some file systems cannot; and memory that begins anywhere cannot be written so
+        # Some file systems cannot; and memory that begins anywhere cannot be written so.
+        with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             while done < len(block) // PAGE * PAGE:
                 done += os.write(descriptor, block[done : min(done + _CHUNK, len(block) // PAGE * PAGE)])
@@ -144,15 +124,13 @@ def write_block(path: Path, block: memoryview) -> None:
         while done < len(block):
             done += os.write(descriptor, block[done : done + _CHUNK])
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardFile:
     """A file open for reading. Its bytes are mapped: only what is looked at is read."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 it stays open as long as the map
+        self._file = open(open_plain(path), "rb")  # noqa: SIM115 it stays open as long as the map
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise ValueError(f"it has {size} bytes")

@@ -1,36 +1,34 @@
-"""When a run saves, what stands in its checkpoints beside tensors, and how it goes on from one."""
+"""When a run saves, what stands in its checkpoints beside tensors, and what happens to its folder.
+
+A run has its folder to itself while it looks for a checkpoint to go on from, and while it trains: another one is
+refused then. What a save cannot write is said at once and tried again with the next.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.checkpoint.copies.background import Copier
 from shoal.checkpoint.copies.find_newest import CheckpointPlace, LocalFolder, find_whole
-from shoal.checkpoint.copies.keep import Keep, prune
+from shoal.checkpoint.copies.keep import Keep, Retention
 from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.copies.remote import Remote, RemotePlace
-from shoal.checkpoint.folder import ABANDONED, abandon, check_name, clean, glance, open_folder
+from shoal.checkpoint.folder import LATEST, abandon, check_name, clean, holds_any, latest, open_folder
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.save import Facts, Saver
+from shoal.checkpoint.lock import FolderLock, FolderTaken
+from shoal.checkpoint.room import cannot_write, check_room, check_writable
+from shoal.checkpoint.save import FAILURES, Facts, Saver
 from shoal.errors import ConfigError
 from shoal.train.state.progress import Progress
-from shoal.train.state.run_state import (
-    Holdings,
-    check_types,
-    collect,
-    collect_rows,
-    holders,
-    restore,
-    restore_optimizer,
-    restore_owned,
-    restore_rows,
-)
+from shoal.train.state.run_state import Holdings, check_types, collect, collect_rows, expected_bytes, holders
+from shoal.train.state.take_over import sorted_by, take_over
 from shoal.train.step_context import StepContext
 from shoal.train.technique.early_stop import Best
-from shoal.train.technique.learning_rate import rates, set_rates
+from shoal.train.technique.learning_rate import rates
 
 PEER = "peer"
 BEST = "best"
@@ -46,12 +44,18 @@ class CheckpointConfig:
     keep: Keep = Keep()  # noqa: RUF009 it is frozen
     copies: tuple[str, ...] = ()
     """Where second copies go: "peer", or URLs."""
+    failures: int = FAILURES
+    """So many saves in a row that fail end the run."""
 
     @staticmethod
-    def of(root: str | None, every: int | None, keep: int | str | None, copies: str) -> CheckpointConfig:
+    def of(
+        root: str | None, every: int | None, keep: int | str | None, copies: str, failures: int = FAILURES
+    ) -> CheckpointConfig:
         """From the fields of a Run; refuses what cannot work."""
         if every is not None and every < 1:
             raise ConfigError(f"checkpoint_every={every}; it must be at least 1.")
+        if failures < 1:
+            raise ConfigError(f"checkpoint_failures={failures}; it must be at least 1.")
         listed = tuple(copy.strip() for copy in copies.split(",") if copy.strip())
         for what, given in ((f"checkpoint_every={every}", every), (f"copies={copies!r}", listed)):
             if given and root is None:
@@ -60,7 +64,11 @@ class CheckpointConfig:
             if copy != PEER and "://" not in copy:
                 raise ConfigError(f"copies: '{copy}' is neither 'peer' nor a URL such as s3://bucket/run.")
         return CheckpointConfig(
-            Path(root).expanduser().absolute() if root is not None else None, every, Keep.of(keep), listed
+            Path(root).expanduser().absolute() if root is not None else None,
+            every,
+            Keep.of(keep),
+            listed,
+            failures,
         )
 
 
@@ -76,6 +84,14 @@ class Checkpoints:
         self._copiers: list[Copier] = []
         self._holdings: Holdings = {}
         self._remotes: list[Remote] = []
+        self._lock: FolderLock | None = None
+        """With the one rank that writes manifests."""
+        self._training = False
+        self._seen: tuple[str | None, int] | None = None
+        """The latest checkpoint when this run had the folder last."""
+        self._begun: tuple[str, int] = ("", -1)
+        """Name and step of the last that was begun."""
+        self._retention = Retention(config.keep)
         root = config.root
         if root is None:
             return
@@ -91,8 +107,11 @@ class Checkpoints:
         check_types(context.whole)
         self._check_remotes(root)
         if context.savers.rank == 0:
-            self._copiers = [Copier(remote, config.keep) for remote in self._remotes]
-        self._saver = Saver(context.savers, root, self._committed, self._peers)
+            self._copiers = [Copier(remote, config.keep, str(config.keep)) for remote in self._remotes]
+            # Workers that meet at servers save one by one: the first answers for all of them.
+            if not context.exchange.uses_servers or context.world.rank == 0:
+                self._lock = FolderLock(root)
+        self._saver = Saver(context.savers, root, self._committed, self._peers, self._guard, config.failures)
 
     def _check_remotes(self, root: Path) -> None:
         """A mistyped address is refused; one that cannot be reached now is no reason not to go on from the folder."""
@@ -102,7 +121,7 @@ class Checkpoints:
                 remote.check()
             except ConfigError as error:
                 problem = str(error)
-        problem, begun = world.gather_values([problem, bool(glance(root))])[0]
+        problem, begun = world.gather_values([problem, world.rank == 0 and holds_any(root)])[0]
         if problem and not begun:
             raise ConfigError(problem)
         if problem and world.rank == 0:
@@ -124,7 +143,7 @@ class Checkpoints:
             raise ConfigError("run.best needs a folder to save in: give Run checkpoint='folder'.")
         found = None
         if self._context.savers.rank == 0:
-            self._saver.rest()  # it may be under way
+            self._saver.idle()  # it may be under way
             entry = open_folder(self.place(BEST))
             found = entry.manifest.state.get("best") if entry.manifest is not None else None
         best = self._context.savers.gather_values(found)[0]
@@ -139,11 +158,13 @@ class Checkpoints:
         """Save without waiting for the disk. Every rank calls it."""
         if self._saver is not None:
             self._context.watch.check(f"at checkpoint {name}")
-            state, facts = collect(self._context.whole, self._holdings), self._facts(name, progress)
+            self._begun = (name, progress.step)
+            state = collect(self._context.whole, self._holdings)
+            facts = self._facts(name, progress, str(self._config.keep))
             self._saver.save(state, facts, pieces=collect_rows(self._context.whole))
 
-    def save(self, name: str, progress: Progress, root: Path | None = None) -> None:
-        """Save, and return when it is on disk. Every rank calls it."""
+    def save(self, name: str, progress: Progress, root: Path | None = None, automatic: bool = False) -> None:
+        """Save, and return when it is on disk. Every rank calls it. An automatic one goes when its time comes."""
         check_name(name)
         root = root.expanduser().absolute() if root is not None else None
         saver = (
@@ -154,10 +175,29 @@ class Checkpoints:
                 "there is nowhere to save: give Run checkpoint='folder', or save('folder/name')."
             )
         self._context.watch.check(f"at checkpoint {name}")
-        self._together(saver.rest)  # an earlier save may have failed for one of us, who would not come along
-        state, facts = collect(self._context.whole, self._holdings), self._facts(name, progress)
-        saver.save(state, facts, urgent=True, pieces=collect_rows(self._context.whole))
-        self._together(saver.wait)
+        here = saver is self._saver
+
+        def prepare() -> None:
+            saver.idle()
+            if here:
+                self._take()
+
+        def wait() -> None:
+            try:
+                saver.wait()
+            finally:
+                if here and not self._training:
+                    self._release()
+
+        try:
+            self._together(prepare)
+            state = collect(self._context.whole, self._holdings)
+            facts = self._facts(name, progress, str(self._config.keep) if automatic else "")
+            saver.save(state, facts, urgent=True, pieces=collect_rows(self._context.whole))
+            self._together(wait)
+        finally:
+            if here and not self._training:
+                self._release()
 
     def _together(self, action: Callable[[], None]) -> None:
         """Do something that may fail for one rank: then it fails for all."""
@@ -171,23 +211,86 @@ class Checkpoints:
                 raise ConfigError(theirs)
 
     def wait(self) -> None:
-        """Until everything begun is on disk, and the copies are where they belong."""
-        if self._saver is not None:
-            self._saver.rest()
-        for copier in self._copiers:
-            copier.close()
+        """Until everything begun is on disk, and the copies are where they belong; the folder is others' then."""
+        try:
+            if self._saver is not None:
+                self._saver.rest()
+            for copier in self._copiers:
+                copier.close()
+                copier.say_what_is_missing()
+        finally:
+            self._release()
+
+    def leave(self) -> None:
+        """The process ends: the same, and what went wrong has been said."""
+        with suppress(ConfigError):
+            self.wait()
 
     def abandon(self) -> None:
         """The run has failed: wait for nothing that may never come."""
         if self._saver is not None:
             self._saver.abandon()
+        self._release()
 
-    def finish(self) -> None:
-        """The run has come to its end."""
+    def finish(self, progress: Progress) -> None:
+        """The run has come to its end. A last checkpoint that could not be written is tried once more."""
+        world = self._context.savers
+        if self._saver is not None:
+            self._saver.idle()
+            failed = world.gather_numbers([float(self._saver.failed)])[:, 0].any()
+            if failed and self._begun[1] == progress.step:
+                self.begin(self._begun[0], progress)
+            self._together(self._saver.rest)
         self.wait()
-        self._context.savers.barrier()
+        world.barrier()
         if self._peers is not None and self._config.every is not None:
             self._peers.close()
+
+    def hold(self) -> None:
+        """A loop begins: have the folder until it ends, or refuse on every rank. Every rank calls it."""
+        if self._saver is None:
+            return
+        self._together(self._take_as_it_was)
+        self._training = True
+
+    def _take(self) -> None:
+        """Have the folder; where nothing can be written and nothing is to be, go without."""
+        if self._lock is None:
+            return
+        try:
+            self._lock.take()
+        except OSError as error:
+            if self._config.every is not None:
+                raise cannot_write(self._lock.root, error) from error
+
+    def _take_as_it_was(self) -> None:
+        self._take()
+        if self._lock is not None and self._seen is not None and self._seen != (now := self._stamp()):
+            self._lock.release()
+            raise FolderTaken(
+                f"another run has written {now[0]} into {self._lock.root} since this one looked there; start again to "
+                "go on from it, or give each run a checkpoint folder of its own."
+            )
+
+    def _guard(self) -> None:
+        """In the saver's thread, before a checkpoint gets its name: the folder must be ours."""
+        if self._lock is not None:
+            self._lock.take()
+            self._lock.check()
+
+    def _release(self) -> None:
+        self._training = False
+        if self._lock is not None and self._lock.held:
+            self._seen = self._stamp()
+            self._lock.release()
+
+    def _stamp(self) -> tuple[str | None, int]:
+        root = self._config.root
+        assert root is not None
+        try:
+            return latest(root), (root / LATEST).stat().st_mtime_ns
+        except OSError:
+            return None, 0
 
     def resume(self) -> Progress:
         """Go on from the newest whole checkpoint, if there is one. Every rank calls it."""
@@ -198,85 +301,52 @@ class Checkpoints:
         if self._peers is not None:
             places.append(self._peers)
         places += [RemotePlace(world, remote, root) for remote in self._remotes]
-        found = find_whole(world, places)
-        if world.rank == 0 and root.is_dir():
-            clean(root)
-        if found is None:
-            return Progress()
-        reader = Reader.of(found)
+        self._together(self._take)
         try:
-            progress = self.take_over(reader)
-            self._leave_behind(root, reader)
-            return progress
+            found = find_whole(world, places)
+            self._together(
+                lambda: self._prepare(root, found.manifest.nbytes if found and found.manifest else 0)
+            )
+            if found is None:
+                return Progress()
+            reader = Reader.of(found)
+            try:
+                progress = self.take_over(reader)
+                self._leave_behind(root, reader)
+                return progress
+            finally:
+                reader.close()
+                world.barrier()
         finally:
-            reader.close()
-            world.barrier()
+            self._release()
+
+    def _prepare(self, root: Path, before: int) -> None:
+        """Clear what crashes have left, and see whether checkpoints can be written; one had so many bytes before."""
+        if self._context.savers.rank > 0:
+            return
+        if root.is_dir() and (self._lock is None or self._lock.held):
+            for name in clean(root):
+                self._say(f"{root}: removed what an interrupted save had left of {name}")
+        if self._config.every is None:
+            return
+        check_writable(root)
+        doubt = check_room(root, before or expected_bytes(self._context.whole))
+        if doubt:
+            self._say(doubt)
 
     def _leave_behind(self, root: Path, reader: Reader) -> None:
         """What was saved after the checkpoint that the run goes on from must neither be found nor counted again."""
         if self._context.savers.rank == 0 and root.is_dir():
-            for name in abandon(root, reader.manifest.step):
-                text = f"{name} is of another future and is called {name}{ABANDONED} now"
-                print(f"shoal: going on from {reader.folder}; {text}.", file=sys.stderr)
+            for name, now in abandon(root, reader.manifest.step).items():
+                self._say(
+                    f"going on from {reader.folder}; {name} is of another future and is called {now} now"
+                )
 
     def take_over(self, reader: Reader) -> Progress:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
-        context, state = self._context, reader.manifest.state
-        restore(context.whole, reader)
-        restore_rows(context.whole, reader)
-        if state["optimizer"] is not None:
-            self._check_optimizer(reader)
-            for order in state["orders"]:
-                if set(order) == set(context.exchange.order):
-                    context.exchange.lay_out_again(order)
-            restore_optimizer(context.whole, reader)
-        restore_owned(context.whole, reader)
-        if context.scale.dynamic and state["scale"] is not None:
-            context.scale.value = state["scale"]
-            context.scale.good_steps = state["good_steps"]
-        context.count_per_sample = state["count_per_sample"]
-        if len(state.get("numbers", ())) == context.mesh.data.size:
-            own = state["numbers"][context.mesh.data.rank]
-            context.count_per_sample = own.get("count_per_sample", context.count_per_sample)
-            if context.scale.dynamic and own.get("scale") is not None:
-                context.scale.value = own["scale"]
-                context.scale.good_steps = own["good_steps"]
-            context.exchange.load_numbers(own)
-        by_module = state.get("streams", {}).get("by_module")
-        if by_module is not None:
-            context.streams.go_on(by_module)
-        if state["cursor"] is not None:
-            sentences = context.loader.go_on(reader.manifest.step, state["cursor"])
-            before, now = state.get("sorted_by"), _sorted_by(context)
-            if before and now and before != now and state["cursor"]["position"]:
-                sentences.append(
-                    f"this epoch was sorted by '{before}' and is sorted by '{now}' now: some of its samples come twice "
-                    "and others not at all"
-                )
-            for sentence in sentences if context.savers.rank == 0 else ():
-                print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
-        context.balancing.go_on(reader.manifest.step, state.get("speeds"))
-        sentences = []
-        if state.get("rates"):
-            set_rates(context.exchange.optimizer, state["rates"])
-            sentences.append("learning rates are those that were set by run.optimizer")
-        if context.averages.go_on(state.get("averages")):
-            sentences.append(
-                f"it has no {context.averages.name}, which begins with the weights as they are now"
-            )
-        for sentence in sentences if context.savers.rank == 0 else ():
-            print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
-        return Progress(reader.manifest.step, state["schedule"], early_stop_was=state.get("early_stop"))
+        return take_over(self._context, reader)
 
-    def _check_optimizer(self, reader: Reader) -> None:
-        before, now = reader.manifest.state["optimizer"], self._context.exchange.optimizer_kind
-        if before != now:
-            raise ConfigError(
-                f"the checkpoint {reader.folder} was written with {before}, and optimizer= now makes "
-                f"{now}; use the same optimizer, or another checkpoint folder."
-            )
-
-    def _facts(self, name: str, progress: Progress) -> Facts:
+    def _facts(self, name: str, progress: Progress, keep: str) -> Facts:
         context = self._context
         orders: list[list[str]] = context.mesh.model.gather_values(list(context.exchange.order))
         state: dict[str, object] = {
@@ -288,7 +358,7 @@ class Checkpoints:
             "schedule": progress.schedule_now(),
             "cursor": context.loader.cursor(progress.step).to_state(),
             "streams": {"seed": context.streams.seed, "by_module": context.streams.by_module},
-            "sorted_by": _sorted_by(context),
+            "sorted_by": sorted_by(context),
             "speeds": context.balancing.speeds,
             "replicas": context.mesh.data.size,
             "workers": context.world.size,
@@ -300,7 +370,7 @@ class Checkpoints:
             "early_stop": progress.early_stop.state() if progress.early_stop is not None else None,
             "best": asdict(progress.best) if progress.best is not None else None,
         }
-        return Facts(name, progress.step, self._plan, state)
+        return Facts(name, progress.step, self._plan, state, keep)
 
     def _rates_by_hand(self, progress: Progress) -> list[list[float]] | None:
         """Learning rates that no schedule and no script has set; None where there are none."""
@@ -324,12 +394,10 @@ class Checkpoints:
             copier.add(folder)
         busy = {name for copier in self._copiers for name in copier.busy()}
         try:
-            prune(folder.parent, self._config.keep, busy)
+            self._retention.after(folder, busy)
         except OSError as error:
-            print(f"shoal: an old checkpoint could not be removed ({error}); it stays.", file=sys.stderr)
+            self._say(f"an old checkpoint could not be removed ({error}); it stays")
 
-
-def _sorted_by(context: StepContext) -> str:
-    """The column by which the order of samples is sorted in windows, if it is."""
-    partition = context.loader.feed.partition
-    return partition.keyed_by if partition.reach else ""
+    @staticmethod
+    def _say(sentence: str) -> None:
+        print(f"shoal: {sentence}.", file=sys.stderr, flush=True)

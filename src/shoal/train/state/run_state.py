@@ -14,11 +14,14 @@ A weight that several stages hold is one weight, under its first name.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
 from shoal.checkpoint.large_tensors import Piece
 from shoal.checkpoint.layout.manifest import Manifest
@@ -30,6 +33,7 @@ from shoal.checkpoint.save import State
 from shoal.errors import ConfigError
 from shoal.exchange.contract import LocalShard
 from shoal.exchange.row_tables import RowPiece
+from shoal.optimizer import state_bytes
 from shoal.train.model.whole_model import Whole
 
 Holdings = dict[tuple[str, int, int, torch.dtype], Holding]
@@ -46,6 +50,25 @@ def check_types(whole: Whole) -> None:
     )
     for name, tensor in named:
         check_type(name, tensor.dtype)
+
+
+def expected_bytes(whole: Whole) -> int:
+    """About how many bytes a checkpoint takes, before there is any state of the optimizer."""
+    optimizer = whole.exchange.optimizer
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    given = {key: value for key, value in optimizer.defaults.items() if key in known}
+    like = nn.Parameter(torch.zeros(2, 3))
+    try:
+        each = state_bytes(lambda params: kind(params, **given), {"like": like})["like"].each / like.itemsize
+    except Exception:  # one of the user's own, which is made in another way
+        each = 0
+    parameters = {held.name: held.tensor.itemsize for held in whole.exchange.parameter_shards()}
+    size = 0.0
+    for name, shape in whole.shape.sizes.items():
+        learns = name in whole.shape.parameters
+        size += math.prod(shape) * parameters.get(name, 4) * (1 + each if learns else 1)
+    return int(size)
 
 
 def collect(whole: Whole, holdings: Holdings) -> State:

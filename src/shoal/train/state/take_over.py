@@ -1,0 +1,99 @@
+"""From a checkpoint back to a run: tensors, the place in the data, learning rate, loss scale, random streams."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.checkpoint.load import Reader
+from shoal.errors import ConfigError
+from shoal.train.state.progress import Progress
+from shoal.train.state.run_state import restore, restore_optimizer, restore_owned, restore_rows
+from shoal.train.step_context import StepContext
+from shoal.train.technique.learning_rate import set_rates
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "optimizer": (str, type(None)),
+    "orders": (list,),
+    "scale": (int, float, type(None)),
+    "good_steps": (int,),
+    "count_per_sample": (int, float),
+    "schedule": (dict, type(None)),
+    "cursor": (dict, type(None)),
+}
+"""What the state of every checkpoint has, and of which kinds."""
+
+
+def take_over(context: StepContext, reader: Reader) -> Progress:
+    """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
+    state = reader.manifest.state
+    _check_state(reader)
+    restore(context.whole, reader)
+    restore_rows(context.whole, reader)
+    if state["optimizer"] is not None:
+        _check_optimizer(context, reader)
+        for order in state["orders"]:
+            if set(order) == set(context.exchange.order):
+                context.exchange.lay_out_again(order)
+        restore_optimizer(context.whole, reader)
+    restore_owned(context.whole, reader)
+    if context.scale.dynamic and state["scale"] is not None:
+        context.scale.value = state["scale"]
+        context.scale.good_steps = state["good_steps"]
+    context.count_per_sample = state["count_per_sample"]
+    if len(state.get("numbers", ())) == context.mesh.data.size:
+        own = state["numbers"][context.mesh.data.rank]
+        context.count_per_sample = own.get("count_per_sample", context.count_per_sample)
+        if context.scale.dynamic and own.get("scale") is not None:
+            context.scale.value = own["scale"]
+            context.scale.good_steps = own["good_steps"]
+        context.exchange.load_numbers(own)
+    by_module = state.get("streams", {}).get("by_module")
+    if by_module is not None:
+        context.streams.go_on(by_module)
+    if state["cursor"] is not None:
+        sentences = context.loader.go_on(reader.manifest.step, state["cursor"])
+        before, now = state.get("sorted_by"), sorted_by(context)
+        if before and now and before != now and state["cursor"]["position"]:
+            sentences.append(
+                f"this epoch was sorted by '{before}' and is sorted by '{now}' now: some of its samples come twice "
+                "and others not at all"
+            )
+        for sentence in sentences if context.savers.rank == 0 else ():
+            print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
+    context.balancing.go_on(reader.manifest.step, state.get("speeds"))
+    sentences = []
+    if state.get("rates"):
+        set_rates(context.exchange.optimizer, state["rates"])
+        sentences.append("learning rates are those that were set by run.optimizer")
+    if context.averages.go_on(state.get("averages")):
+        sentences.append(f"it has no {context.averages.name}, which begins with the weights as they are now")
+    for sentence in sentences if context.savers.rank == 0 else ():
+        print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
+    return Progress(reader.manifest.step, state["schedule"], early_stop_was=state.get("early_stop"))
+
+
+def _check_optimizer(context: StepContext, reader: Reader) -> None:
+    before, now = reader.manifest.state["optimizer"], context.exchange.optimizer_kind
+    if before != now:
+        raise ConfigError(
+            f"the checkpoint {reader.folder} was written with {before}, and optimizer= now makes "
+            f"{now}; use the same optimizer, or another checkpoint folder."
+        )
+
+
+def _check_state(reader: Reader) -> None:
+    """Refuse a state that no run has written."""
+    state = reader.manifest.state
+    for key, kinds in _KINDS.items():
+        if key not in state or not isinstance(state[key], kinds):
+            found = f"has {state[key]!r:.60} as" if key in state else "lacks"
+            raise ConfigError(
+                f"{reader.folder} {found} '{key}' of its state, so no run can go on from it; "
+                "move it out of the folder, or choose another checkpoint folder."
+            )
+
+
+def sorted_by(context: StepContext) -> str:
+    """The column by which the order of samples is sorted in windows, if it is."""
+    partition = context.loader.feed.partition
+    return partition.keyed_by if partition.reach else ""
