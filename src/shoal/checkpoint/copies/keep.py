@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.checkpoint.copies.remote import Remote
 from shoal.checkpoint.folder import flush, glance, temporary
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 
 _AUTOMATIC = re.compile(r"step-([0-9]+)")
@@ -56,7 +56,7 @@ class Keep:
         """
         if given is None or isinstance(given, int):
             return Keep(given)
-        return fill_options(parse_call(f"keep({given})", "keep"), Keep)
+        return fill_options(parse_choice(f"keep({given})", "keep"), Keep)
 
     def victims(self, found: Sequence[tuple[str, int, bool]]) -> list[str]:
         """Who has to go, oldest first, given name, step and whether it is the latest; the step is -1 where a
