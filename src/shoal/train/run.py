@@ -25,9 +25,9 @@ from shoal.table import did_you_mean
 from shoal.train.answer_dry_run import answer
 from shoal.train.build import build
 from shoal.train.calls.calls import Calls
+from shoal.train.calls.same_settings import agree_on_settings
 from shoal.train.evaluate import describe, evaluate
 from shoal.train.loop import Loop
-from shoal.train.model.same_settings import agree_on_settings
 from shoal.train.own_step.build import build_own_step
 from shoal.train.run_config import RunConfig, adopt_loader
 from shoal.train.server_setup import meets_at_servers
