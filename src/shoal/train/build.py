@@ -134,7 +134,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         mesh=mesh,
         model=model,
         pipeline=pipelined,
-        loss=loss if isinstance(given, OwnLoss) else FirstLoss(loss),
+        loss=loss if isinstance(given, OwnLoss) else FirstLoss(loss, given),
         inputs=job.inputs,
         loader=open_data(feed, plan, mesh),
         balance=balance_of(config, bool(record)),

@@ -40,7 +40,9 @@ class HookRules:
         """Refuse hooks that would compute something else, and say what is for the user to know."""
         for name, parameter in model.named_parameters():
             self.check_parameter(name, parameter)
-        hooked = [name for name, module in model.named_modules() if _theirs(module_backward_hooks_of(module))]
+        hooked = [
+            name for name, module in model.named_modules() if of_the_user(module_backward_hooks_of(module))
+        ]
         if hooked and speaks:
             print(
                 f"shoal: layer '{hooked[0]}' has a backward hook, which is called for one micro-batch of one worker at "
@@ -51,7 +53,7 @@ class HookRules:
 
     def check_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Refuse its hooks, if they would compute something else."""
-        hooks, late = _theirs(gradient_hooks_of(parameter)), _theirs(late_hooks_of(parameter))
+        hooks, late = of_the_user(gradient_hooks_of(parameter)), of_the_user(late_hooks_of(parameter))
         if not (hooks or late):
             return
         what = f"parameter '{name}' has a {'post-accumulate-grad' if late else 'gradient'} hook"
@@ -94,7 +96,7 @@ def is_linear(hook: Hook, like: Tensor) -> bool:
     )
 
 
-def _theirs(hooks: Sequence[Any]) -> list[Any]:
+def of_the_user(hooks: Sequence[Any]) -> list[Any]:
     """Without those of Shoal and of torch itself."""
     return [h for h in hooks if not (getattr(h, "__module__", "") or "").startswith(("shoal.", "torch."))]
 
