@@ -174,6 +174,7 @@ class Run(RunConfig):
         with self._calls.together("run.schedule_step"):
             agreed = None if metric is None else self._context.agree(metric, "run.schedule_step")
         scheduler.step(agreed)
+        self._loop.decided(self._progress)
 
     def log(  # type: ignore[override, misc]  # likewise
         self, values: Mapping[str, Value | torch.Tensor], reduce: str = "none"
@@ -191,6 +192,7 @@ class Run(RunConfig):
         self._loop.journal.log(self._progress.step, found)
         if early is not None and watched in found:
             early.observe(watched, float(found[watched]), self._progress.step)
+            self._loop.decided(self._progress)
         return found
 
     def best(self, name: str, value: float, mode: str = "min") -> bool:
@@ -205,6 +207,7 @@ class Run(RunConfig):
         progress = self._progress
         if progress.early_stop is not None:
             progress.early_stop.observe(name, value, progress.step)
+            self._loop.decided(progress)
         before = progress.best or self._checkpoints.best_so_far()
         if before is not None and (before.name, before.mode) != (name, mode):
             raise ConfigError(
