@@ -144,7 +144,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         presence=presence,
         buffers=buffers,
         watch=watch,
-        learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh)),
+        learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh), mesh.tensor),
         split_loss=partial(loss_context, options) if options.loss else None,
         gather=Gather(mesh.data, why_not_gather(config, plan, feed), feed.fill, lambda: presence.counts),
         penalty=config.penalty,
