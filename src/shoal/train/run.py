@@ -6,7 +6,8 @@ import atexit
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,14 +110,15 @@ class Run(RunConfig):
             self._calls,
         )
         exchange = self._context.exchange
-        atexit.register(exchange.close)
+        # Servers must be told of the end, so what talks to them stays; all else may be collected before.
+        atexit.register(exchange.close) if exchange.uses_servers else _at_exit(exchange.close)
         self._progress = self._checkpoints.resume() if exchange.begins else Progress()
         if early_stop is not None:
             early_stop.restore(self._progress.early_stop_was)
             self._progress.early_stop = early_stop
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
-        atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
+        _at_exit(self._checkpoints.wait)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
     @property
@@ -303,6 +305,18 @@ class Run(RunConfig):
         for name in ("log", "optimizer"):
             del self.__dict__[name]
         return RunConfig(**found)
+
+
+def _at_exit(method: Callable[[], None]) -> None:
+    """Call a method when the script ends, if what it belongs to is still there: a notebook makes many runs."""
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    held = weakref.WeakMethod(method, lambda _: atexit.unregister(call))
+    atexit.register(call)
 
 
 def _join(config: RunConfig, launch: Launch) -> World:
