@@ -93,7 +93,8 @@ class Loop:
             if isinstance(error, Exception):
                 plan = parse_strategy(str(self.header["strategy"]))
                 shortage = Shortage.of(self.context.model, self.context.loader.feed, plan)
-                note_place(error, self.context.world.rank, self.calls.begun, shortage)
+                step = f"in step {self.calls.begun}"
+                note_place(error, self.context.world.rank, step, shortage.remedies)
             raise
 
     def _steps(self, goal: Goal, progress: Progress, stop: StopRequest) -> Iterator[StepReport]:

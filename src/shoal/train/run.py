@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.config import as_type
+from shoal.config import as_type, parse_strategy
 from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
@@ -29,6 +29,7 @@ from shoal.train.calls.calls import Calls
 from shoal.train.calls.same_settings import agree_on_settings
 from shoal.train.evaluate import describe, evaluate
 from shoal.train.loop import Loop
+from shoal.train.model.shortage import noting, remedies_of_evaluation, remedies_of_making
 from shoal.train.own_step.build import build_own_step
 from shoal.train.run_config import RunConfig, adopt_loader
 from shoal.train.server_setup import meets_at_servers
@@ -80,6 +81,17 @@ class Run(RunConfig):
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         self.world = _join(config, launch)
         atexit.register(self.world.close)
+        exchange = parse_strategy(config.strategy).exchange.name
+        with noting(
+            self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
+        ):
+            self._make(launch, said, kept, early_stop)
+
+    def _make(
+        self, launch: Launch, said: Sequence[str], kept: CheckpointConfig, early_stop: EarlyStop | None
+    ) -> None:
+        """All that takes memory."""
+        config = self.config
         agree_on_settings(vars(config), self.world)
         if self.world.rank == 0 and not launch.record:
             for sentence in (*said, *doubts(config.data)):
@@ -233,12 +245,19 @@ class Run(RunConfig):
 
         `weights`: "ema" or "swa" measures the average that the run keeps.
         """
-        measures = metrics or {}
+        measures, context = metrics or {}, self._context
+        given = data.batch_size if isinstance(data, DataLoader) else context.loader.feed.global_batch
+        phase = f"in run.evaluate after step {self._progress.step}"
         with (
             self._calls.together(describe(data, measures, weights)),
-            self._context.averages.in_place(weights),
+            noting(
+                self.world.rank,
+                phase,
+                lambda: remedies_of_evaluation(batch or given or 1, context.mesh.data.size),
+            ),
+            context.averages.in_place(weights),
         ):
-            return evaluate(self._context, data, measures, batch)
+            return evaluate(context, data, measures, batch)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all workers, in the order of the global batch: for a loss that compares samples with each other.
