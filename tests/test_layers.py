@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("torch_private",),
-    ("errors", "types", "seeds", "blocks", "cost"),
+    ("errors", "types", "seeds", "blocks", "cost", "functions"),
     ("table", "call", "deferred_init", "optimizer", "embedding"),
     ("config",),
     ("world",),

@@ -21,7 +21,7 @@ from benchmarks.report.result import Column, Goal, Row, Section
 from shoal.compress import make_compressor
 from shoal.compress.base import Layout
 from shoal.compress.feedback import Feedback
-from shoal.config import parse_call
+from shoal.config import parse_choice
 
 MB = 1 << 20
 SIDE, MATRICES = 1024, 25
@@ -59,7 +59,7 @@ class Contestant:
     """One compressor, with its payload and what each turn of it took."""
 
     def __init__(self, text: str) -> None:
-        self.compressor = make_compressor(parse_call(text, "compressor"))
+        self.compressor = make_compressor(parse_choice(text, "compressor"))
         self.code = self.compressor.code(LAYOUT)
         self.payload = self.code.payload()
         self.turn = 0

@@ -1,11 +1,11 @@
-"""Text to values: the strategy grammar, calls such as `cosine(warmup=100)`, and their typed options.
+"""Text to values: the strategy grammar, choices such as `cosine(warmup=100)`, and their typed options.
 
-    strategy  =  call { "*" call } [ "+" call ]
-    call      =  name [ "(" item { "," item } ")" ]
+    strategy  =  choice { "*" choice } [ "+" choice ]
+    choice    =  name [ "(" item { "," item } ")" ]
     item      =  [ name "=" ] value
-    value     =  a number, true, false, a word, or a call, as in aggregate=trimmed(0.1)
+    value     =  a number, true, false, a word, or a choice, as in aggregate=trimmed(0.1)
 
-The first call names the exchange; `tpN` and `ppN` fill the tensor and pipeline slots in either order; what
+The first choice names the exchange; `tpN` and `ppN` fill the tensor and pipeline slots in either order; what
 follows `+` is the compressor. Parsing knows no table: whether a name exists is for `plan/check` to say.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from shoal.errors import ConfigError
 from shoal.table import did_you_mean
-from shoal.types import Call, Plan, Value, show
+from shoal.types import Choice, Plan, Value, show
 
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z0-9_.\-/:]+)|(?P<sign>[*+(),=]))")
 _DEGREE = re.compile(r"(tp|pp)(\d+)$")
@@ -32,49 +32,49 @@ def parse_strategy(text: str) -> Plan:
     zero1 * tp2 * pp2(1f1b, microbatches=8) + topk(0.01)
     """
     reader = _Reader(text, "strategy")
-    calls = [reader.call()]
+    choices = [reader.choice()]
     while reader.take("*"):
-        calls.append(reader.call())
-    compressor = reader.call() if reader.take("+") else None
+        choices.append(reader.choice())
+    compressor = reader.choice() if reader.take("+") else None
     reader.end()
-    slots: dict[str, Call] = {}
-    for call in calls[1:]:
-        degree = _DEGREE.match(call.name)
+    slots: dict[str, Choice] = {}
+    for choice in choices[1:]:
+        degree = _DEGREE.match(choice.name)
         if degree is None:
             raise ConfigError(
-                f"strategy '{text}': '{call.name}' cannot be multiplied in; after the exchange come tpN and ppN."
+                f"strategy '{text}': '{choice.name}' cannot be multiplied in; after the exchange come tpN and ppN."
             )
         # The order of tpN and ppN says nothing: `a * tp2 * pp2` and `a * pp2 * tp2` are one plan.
         if degree[1] in slots:
             raise ConfigError(f"strategy '{text}': {degree[1]} is given twice; keep one.")
-        slots[degree[1]] = call
-    if _DEGREE.match(calls[0].name):
+        slots[degree[1]] = choice
+    if _DEGREE.match(choices[0].name):
         raise ConfigError(
-            f"strategy '{text}' starts with '{calls[0].name}'; the exchange comes first, as in 'ddp * {text}'."
+            f"strategy '{text}' starts with '{choices[0].name}'; the exchange comes first, as in 'ddp * {text}'."
         )
-    return Plan(calls[0], slots.get("tp"), slots.get("pp"), compressor)
+    return Plan(choices[0], slots.get("tp"), slots.get("pp"), compressor)
 
 
-def degree_of(call: Call | None) -> int:
-    """The N of a `tpN` or `ppN` call; 1 where the slot is empty.
+def degree_of(choice: Choice | None) -> int:
+    """The N of a `tpN` or `ppN` choice; 1 where the slot is empty.
 
-    >>> degree_of(Call("tp2")), degree_of(None)
+    >>> degree_of(Choice("tp2")), degree_of(None)
     (2, 1)
     """
-    match = _DEGREE.match(call.name) if call is not None else None
+    match = _DEGREE.match(choice.name) if choice is not None else None
     return int(match[2]) if match else 1
 
 
-def parse_call(text: str, kind: str) -> Call:
-    """Parse one call of the given kind, which error messages name.
+def parse_choice(text: str, kind: str) -> Choice:
+    """Parse one choice of the given kind, which error messages name.
 
-    >>> parse_call("cosine(warmup=100)", "schedule")
-    Call(name='cosine', args=(), options=(('warmup', 100),))
+    >>> parse_choice("cosine(warmup=100)", "schedule")
+    Choice(name='cosine', args=(), options=(('warmup', 100),))
     """
     reader = _Reader(text, kind)
-    call = reader.call()
+    choice = reader.choice()
     reader.end()
-    return call
+    return choice
 
 
 def parse_value(text: str) -> Value:
@@ -94,48 +94,48 @@ def parse_value(text: str) -> Value:
 
 
 def options_of(kind: Any) -> list[dataclasses.Field[Any]]:
-    """The options of a choice in the order a call gives them: those that have a name only behind all others."""
+    """The options that a choice may give, in their order: those that have a name only behind all others."""
     return sorted(dataclasses.fields(kind), key=lambda f: f.kw_only is True)
 
 
-def fill_options(call: Call, into: type[D]) -> D:
-    """Make the options dataclass of a choice from its call; wrong names and types get a sentence.
+def fill_options(choice: Choice, into: type[D]) -> D:
+    """Fill the options dataclass of a table's entry from a choice; wrong names and types get a sentence.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Options:
     ...     rate: float
     ...     warmup: int = 0
-    >>> fill_options(Call("decay", args=(1,), options=(("warmup", 5),)), Options)
+    >>> fill_options(Choice("decay", args=(1,), options=(("warmup", 5),)), Options)
     Options(rate=1.0, warmup=5)
     """
     fields = [f for f in options_of(into) if f.init]
     names = [f.name for f in fields]
     hints = get_type_hints(into)
-    if len(call.args) > len(fields):
+    if len(choice.args) > len(fields):
         takes = f"takes at most {len(fields)} ({', '.join(names)})" if fields else "takes no options"
-        raise ConfigError(f"{call.name} {takes}, but '{call}' gives {len(call.args)}.")
-    given = dict(zip(names, call.args, strict=False))
-    for key, value in call.options:
+        raise ConfigError(f"{choice.name} {takes}, but '{choice}' gives {len(choice.args)}.")
+    given = dict(zip(names, choice.args, strict=False))
+    for key, value in choice.options:
         if key not in names:
-            raise ConfigError(f"{call.name} has no option '{key}'{did_you_mean(key, names)}")
+            raise ConfigError(f"{choice.name} has no option '{key}'{did_you_mean(key, names)}")
         if key in given:
-            raise ConfigError(f"'{call}' gives {key} twice; keep one.")
+            raise ConfigError(f"'{choice}' gives {key} twice; keep one.")
         given[key] = value
     missing = [f.name for f in fields if f.name not in given and _required(f)]
     if missing:
-        raise ConfigError(f"{call.name} needs {missing[0]}, as in '{call.name}({missing[0]}=...)'.")
-    return into(**{key: _convert(call, key, value, hints[key]) for key, value in given.items()})
+        raise ConfigError(f"{choice.name} needs {missing[0]}, as in '{choice.name}({missing[0]}=...)'.")
+    return into(**{key: _convert(choice, key, value, hints[key]) for key, value in given.items()})
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(call: Call, key: str, value: Value, hint: Any) -> Value | None:
+def _convert(choice: Choice, key: str, value: Value, hint: Any) -> Value | None:
     try:
         return as_type(value, hint)
     except TypeError as error:
-        raise ConfigError(f"{call.name}: {key}={value} should be {error}.") from None
+        raise ConfigError(f"{choice.name}: {key}={value} should be {error}.") from None
 
 
 def as_type(value: Value, hint: Any) -> Value | None:
@@ -188,10 +188,10 @@ class _Reader:
         return self.tokens.pop()
 
     def value(self, word: str) -> Value:
-        """A plain value; or a call within the call, which stays text until somebody asks what it means."""
-        return str(self.call(word)) if self.tokens[-1:] == ["("] else parse_value(word)
+        """A plain value; or a choice within the choice, which stays text until somebody asks what it means."""
+        return str(self.choice(word)) if self.tokens[-1:] == ["("] else parse_value(word)
 
-    def call(self, word: str = "") -> Call:
+    def choice(self, word: str = "") -> Choice:
         name = word or self.word()
         args: list[Value] = []
         options: list[tuple[str, Value]] = []
@@ -206,7 +206,7 @@ class _Reader:
                     break
                 if not self.take(","):
                     raise ConfigError(f"{self.kind} '{self.text}': a ')' is missing after {name}(...")
-        return Call(name, tuple(args), tuple(options))
+        return Choice(name, tuple(args), tuple(options))
 
     def end(self) -> None:
         if self.tokens:

@@ -76,7 +76,7 @@ __all__ = [
     "divides_by_scale", "flatten", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_lerp_",
     "foreach_mul_", "fsdp_abandon", "fsdp_groups", "fsdp_has_gathered", "fsdp_lazy_init", "fsdp_shape",
     "gradient_hooks_of", "has_hooks", "is_compiled", "is_traceable_wrapper_subclass", "late_hooks_of",
-    "local_part", "make_subclass", "module_backward_hooks_of", "neg_view", "parameters_of",
+    "local_part", "make_subclass", "module_backward_hooks_of", "module_forward_hooks_of", "neg_view", "parameters_of",
     "prepare_schedule", "profiler_enabled", "profiler_event", "put_local_part", "reduce_scatter",
     "reparametrize_module", "safe_softmax", "schema_of", "step_microbatches", "storage_address",
     "storage_from_weak", "tree_leaves", "tree_map", "untraced", "unwrap_compiled", "version_of",
@@ -194,6 +194,11 @@ def late_hooks_of(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 def module_backward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """What a module's `register_full_backward_hook` and its like have registered."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def module_forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks of a module that its forward pass calls."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 COMPILED_CALL = "_compiled_call_impl"

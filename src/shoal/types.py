@@ -18,10 +18,10 @@ class Promise(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Call:
-    """A name with options, as written in the grammar: `cosine(warmup=100)`, `step(30, gamma=0.5)`.
+class Choice:
+    """What a slot is asked for: a name with options, as the grammar writes it: `cosine(warmup=100)`, `step(30, 0.5)`.
 
-    >>> print(Call("pp2", args=("1f1b",), options=(("microbatches", 8),)))
+    >>> print(Choice("pp2", args=("1f1b",), options=(("microbatches", 8),)))
     pp2(1f1b, microbatches=8)
     """
 
@@ -46,13 +46,13 @@ def show(value: Value) -> str:
 class Plan:
     """How the work of one run is shared: one choice per slot. Prints back in the grammar it was parsed from."""
 
-    exchange: Call
+    exchange: Choice
     """How replicas agree on the next parameters."""
-    tensor: Call | None = None
+    tensor: Choice | None = None
     """How each layer is cut (`tp2`)."""
-    pipeline: Call | None = None
+    pipeline: Choice | None = None
     """How layers are divided into stages (`pp2(1f1b, microbatches=8)`)."""
-    compressor: Call | None = None
+    compressor: Choice | None = None
     """What goes on the wire (`+ topk(0.01)`)."""
 
     def __str__(self) -> str:

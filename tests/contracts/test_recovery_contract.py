@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ def counted() -> Iterator[Cut]:
 def train(world: World, strategy: str, at: int) -> tuple[dict[str, torch.Tensor], int]:
     """Train a toy; cut its third step short at collective number `at`. Parameters, and how many collectives it has."""
     parts = toy_parts(world.new_group(), TOYS["unused"], strategy, deterministic=True)
+    if not parts.gather.refusal:
+        parts.loss = gathering(parts)
     found = -1
     with counted() as cut:
         done = 0
@@ -83,17 +86,28 @@ def train(world: World, strategy: str, at: int) -> tuple[dict[str, torch.Tensor]
                 done = step(parts, done)
             except PeerLost:
                 cut.at = -1
-                parts.exchange.abort()
+                parts.abort()
                 under_way = [p for p in parts.model.parameters() if p.grad is not None]
                 assert not under_way, "gradients are left behind"
                 applied = getattr(parts.exchange, "_applied", False)
-                parts.exchange.reopen(world.new_group(), World.alone())
+                parts.reopen(world.new_group(), World.alone())
                 done += int(applied)
             if cut.count >= 0:
                 found = max(found, cut.count)
                 cut.count = -1
     parts.exchange.work.final_sync()
     return parts.exchange.parameters(), found
+
+
+def gathering(parts: StepContext) -> Callable[..., Any]:
+    """The loss, with a term that sees the rows of all workers."""
+    given = parts.loss
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
+        total, count = given(output, batch)
+        return total + 0.01 * parts.gather(output).square().mean() * count, count
+
+    return loss
 
 
 def step(parts: StepContext, done: int) -> int:

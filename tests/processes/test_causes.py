@@ -28,7 +28,13 @@ class Stream:
             yield x[i], y[i]
 
 class Mine(Net):
+    def __init__(self):
+        super().__init__()
+        if what == "making" and rank == 1:
+            torch.empty(1 << 44)
     def forward(self, x):
+        if what == "evaluating" and not self.training and rank == 1:
+            torch.empty(1 << 44)
         if what == "model" and rank == 1:
             raise ValueError("broken")
         if what == "torch" and rank == 1:
@@ -50,8 +56,10 @@ def collate(samples):
 workers = 1 if what == "data-processes" else 0
 settings |= dict(model=Mine, loss=mine, data=Stream() if what == "stream" else Data(), collate=collate, log=None,
                  shuffle=False, loader_workers=workers)
-for step in shoal.Run(**settings).steps(6):
-    pass
+run = shoal.Run(**settings)
+for step in run.steps(6):
+    if what == "evaluating":
+        run.evaluate([(x[i], y[i]) for i in range(12)], batch=12)
 """
 
 # Samples 16 to 23 are in step 3: sample 17 is the first worker's.
@@ -79,6 +87,16 @@ CAUSES = {
         "accumulate=2 (2 samples at a time instead of 4), or by recompute='blocks'",
         "or by zero3 (each worker keeps 1/2 of 484 bytes of parameters)",
         "memory ran out in step 1, on rank 1",
+    ),
+    "making": (
+        "__init__",
+        "memory ran out while the run was made, on rank 1; 70368744177664 bytes were asked for, and ",
+        "Less is taken by zero3 (each worker keeps 1/2 of the parameters), or by a smaller model.",
+    ),
+    "evaluating": (
+        "forward",
+        "memory ran out in run.evaluate after step 1, on rank 1; 70368744177664 bytes were asked for, and ",
+        "Less is taken by batch=6 (3 samples at a time on each worker instead of 6), or by a smaller model.",
     ),
     "python": (
         "forward",

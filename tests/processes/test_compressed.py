@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shoal import compress
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.exchange.reduce.autotune import AutoTune
 from shoal.exchange.reduce.compressed import Compressed
 from shoal.exchange.reduce.reducer import Plain
@@ -62,7 +62,7 @@ def gradient(bucket: Bucket, rank: int, turn: int) -> torch.Tensor:
 def add_up(world: World, call: str, scattered: bool) -> Found:
     """The sums of a few turns, and what was not sent, put where it belongs."""
     bucket = make_bucket(world.size)
-    reducer = Compressed(world, compress.make_compressor(parse_call(call, "compressor")))
+    reducer = Compressed(world, compress.make_compressor(parse_choice(call, "compressor")))
     reducer.lay_out([bucket], SHAPES, scattered)
     sums = []
     for turn in range(TURNS):
@@ -127,7 +127,7 @@ def test_between_hosts() -> None:
 
 def bytes_of(world: World, call: str) -> int:
     before = world.traffic.bytes_sent
-    reducer = Compressed(world, compress.make_compressor(parse_call(call, "compressor")))
+    reducer = Compressed(world, compress.make_compressor(parse_choice(call, "compressor")))
     bucket = lay_out([("w", 2**16, torch.float32)], world.size, 2**20)[0]
     reducer.lay_out([bucket], {"w": torch.Size((256, 256))}, scattered=False)
     reducer.all_reduce(bucket, torch.randn(bucket.size)).wait()
@@ -143,13 +143,13 @@ def test_bytes_are_as_few_as_declared() -> None:
     """Two workers: an all-reduce of n bytes, and an all-gather of n, send n each."""
     layout = compress.base.Layout(2**16, torch.float32, torch.device("cpu"), ((0, 256, 256),))
     for call, sent in spawn(all_bytes, 2)[0].items():
-        ratio = compress.make_compressor(parse_call(call, "compressor")).reduction(layout)
+        ratio = compress.make_compressor(parse_choice(call, "compressor")).reduction(layout)
         assert sent == int(layout.nbytes / ratio), f"{call}: {sent} bytes, a reduction of {ratio}"
 
 
 def spoil(world: World, call: str) -> list[bool]:
     """A step with infinities is seen, dropped, and leaves nothing behind."""
-    reducer = Compressed(world, compress.make_compressor(parse_call(call, "compressor")))
+    reducer = Compressed(world, compress.make_compressor(parse_choice(call, "compressor")))
     bucket = make_bucket(world.size)
     reducer.lay_out([bucket], SHAPES, scattered=False)
     finite = []
@@ -291,7 +291,7 @@ def weigh(world: World, slow: bool) -> tuple[list[torch.Tensor], list[int], torc
     """Steps under `auto`, where compression is slow or its absence is; sums, bytes by step, and what is left over."""
     bucket, compressor = (
         make_bucket(world.size),
-        compress.make_compressor(parse_call("topk(0.1)", "compressor")),
+        compress.make_compressor(parse_choice("topk(0.1)", "compressor")),
     )
     other = Compressed(world, compressor)
     reducer = AutoTune(world, Plain(world) if slow else Late(world), other, compressor, World.alone())

@@ -17,8 +17,9 @@ from shoal.errors import ConfigError
 from shoal.testing.parity import take_step
 from shoal.testing.spawn import SpawnError, spawn
 from shoal.train.build import build
-from shoal.train.model.gradient_hooks import is_linear
+from shoal.train.model.gradient_hooks import COMPARED_EVERY, is_linear
 from shoal.train.run_config import RunConfig
+from shoal.train.step import run_step
 from shoal.world.world import World
 
 STEPS = 4
@@ -129,7 +130,7 @@ def between(case: str, model: nn.Module, step: int, rank: int = 0) -> None:
         layer.requires_grad_(True)
     if case == "freeze" and step == 2:
         layer.requires_grad_(False)
-    if case == "freeze one" and step == 2 and rank == 0:
+    if case == "freeze one" and step == 1 and rank == 0:
         layer.requires_grad_(False)
     if case == "hook later" and step == 1:
         layer.up.weight.register_hook(half)
@@ -165,7 +166,7 @@ def plain(case: str) -> dict[str, torch.Tensor]:
 
 def train(world: World, case: str, strategy: str) -> dict[str, torch.Tensor]:
     parts = build(order(case, strategy), world, record="")[1]
-    for step in range(STEPS):
+    for step in range(COMPARED_EVERY + 1 if case == "freeze one" else STEPS):
         between(case, parts.model, step, world.rank)
         take_step(parts, step)
     return parts.whole.parameters()
@@ -213,6 +214,8 @@ REFUSED = [
     ("unfreeze", "zero3", "parameter 'layers.1.up.weight' was unfrozen after Run was made, and zero3 cannot"),
     ("freeze", "zero3", "parameter 'layers.1.up.weight' was frozen after Run was made, and zero3 cannot"),
     ("freeze one", "zero2", "parameter 'layers.1.down.bias' is frozen "),
+    ("freeze one", "local(2)", "parameter 'layers.1.up.weight' is frozen "),
+    ("freeze one", "ddp * tp2", "parameter 'layers.1.up.weight' is frozen "),
     (
         "unit",
         "ddp",
@@ -243,6 +246,27 @@ def test_refuses(case: str, strategy: str, text: str) -> None:
     except SpawnError as error:  # the one that waits for the other may not be told in time
         sentences = [str(error)]
     assert any(text in sentence for sentence in sentences), sentences
+
+
+def freeze_under_ps(world: World) -> str:
+    parts = build(order("freeze one", "ps(servers=1)"), world, record="")[1]
+    try:
+        while (view := parts.exchange.work.next(0, STEPS)) is not None:
+            between("freeze one", parts.model, view.step, world.rank)
+            run_step(parts, view)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        parts.exchange.close()
+    return "nothing was refused"
+
+
+def test_under_ps_who_has_frozen_alone_finds_out() -> None:
+    """The other goes on: servers give it the part of the one that ends."""
+    found = spawn(freeze_under_ps, 2)
+    assert found[0].startswith("parameter 'layers.1.down.bias' is frozen here and not on all 2 workers"), (
+        found
+    )
 
 
 def test_alone_hooks_are_held_to_the_same() -> None:

@@ -168,6 +168,22 @@ def test_where_draws_cannot_be_switched_off_nothing_is_claimed(tmp_path: Path) -
     assert "not compared" not in err, (
         "what a data set draws is keyed by sample: whole batches can be compared"
     )
+    code, _, err = verify(
+        tmp_path,
+        "model=hidden, loss=lambda o, b: simclr(o, here)",
+        "ddp",
+        start=f"{START}{data}settings['data'] = D()\n",
+    )
+    assert code == 1, "nor is it an excuse for a loss that does not split"
+    assert "let it see those of all workers with run.gather" in err
+    masked = """def masked(samples):
+  some = torch.utils.data.default_collate(samples)
+  return some[0] * (torch.rand(some[0].shape) > 0.2), some[1]
+settings["collate"] = masked
+"""
+    code, _, err = verify(tmp_path, "model=hidden, loss=padded", "ddp", start=f"{START}{masked}")
+    assert code == 0, err
+    assert "not compared with whole batches: collate= draws random numbers once for each micro-batch" in err
 
 
 def test_a_strategy_that_promises_less_is_no_excuse(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shoal.exchange.setup import Setup
 from shoal.exchange.zero3 import Zero3
 from shoal.testing.parity import give_parameters
 from shoal.testing.spawn import spawn
-from shoal.types import Call
+from shoal.types import Choice
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
@@ -59,7 +59,7 @@ def open_exchange(
 ) -> Exchange:
     mesh = Mesh.open(world, replicas=1).torch
     return make_exchange(
-        Call(name, (), tuple((options or {}).items())), Setup(model, adamw, world, mesh=mesh)
+        Choice(name, (), tuple((options or {}).items())), Setup(model, adamw, world, mesh=mesh)
     )
 
 
@@ -144,7 +144,7 @@ def fill(world: World) -> None:
     with torch.device("meta"):
         model = Model()
     mesh = Mesh.open(world, replicas=1).torch
-    exchange = make_exchange(Call("zero3"), Setup(model, adamw, world, mesh=mesh, values=value))
+    exchange = make_exchange(Choice("zero3"), Setup(model, adamw, world, mesh=mesh, values=value))
     assert sorted(asked) == sorted(values)
     for name, tensor in exchange.parameters().items():
         assert torch.equal(tensor, values[name]), name
@@ -221,4 +221,4 @@ def test_parameters_may_travel_in_bf16() -> None:
 
 def test_a_wrong_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="gather='fp8'"):
-        fill_options(Call("zero3", (), (("gather", "fp8"),)), UnitOptions)
+        fill_options(Choice("zero3", (), (("gather", "fp8"),)), UnitOptions)

@@ -305,6 +305,40 @@ def test_early_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert EarlyStop.of(None) is None
 
 
+@pytest.mark.parametrize("how", ["log", "best", "schedule_step"])
+def test_what_comes_before_a_break_counts(how: str, tmp_path: Path) -> None:
+    """A run that ends with `break` in the body goes on as if it had not been stopped."""
+
+    def some(folder: str, stop: int) -> list[tuple[int, float]]:
+        run = make(
+            checkpoint=str(tmp_path / folder),
+            checkpoint_every=2,
+            early_stop="val, patience=3",
+            schedule=plateau,
+            schedule_every="call",
+        )
+        seen = []
+        for step in run.steps(10):
+            seen.append((step.number, step.lr))
+            if how == "log":
+                run.log({"val": 1.0})
+            elif how == "best":
+                run.best("val", 1.0)
+            else:
+                run.schedule_step(1.0)
+            if step.number == stop:
+                break
+        return seen
+
+    whole = some("whole", 99)
+    for stop in (2, 4):
+        parts = some(f"parts{stop}", stop)
+        assert parts + some(f"parts{stop}", 99) == whole
+    if how != "schedule_step":
+        assert len(whole) == 4
+        assert some("parts4", 99) == []
+
+
 def test_what_was_asked_for_and_never_happened_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

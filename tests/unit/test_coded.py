@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from shoal.compress import TABLE, make_compressor
 from shoal.compress.base import Layout
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.exchange.ps_worker.bucket_shards import cut_shards
 from shoal.exchange.ps_worker.push import Encoding
 from shoal.server.dense.dense_machine import Dense
@@ -37,7 +37,7 @@ def machine(code: str, pieces: list[list[int]] = PIECES, size: int = SIZE) -> De
 
 
 def coded(code: str, vector: torch.Tensor, step: int) -> torch.Tensor:
-    made = make_compressor(parse_call(code, "compressor")).code(
+    made = make_compressor(parse_choice(code, "compressor")).code(
         Layout(SIZE, torch.float32, torch.device("cpu"))
     )
     payload = made.payload()
@@ -60,7 +60,7 @@ def test_what_is_staged_is_what_was_said(code: str) -> None:
     for part in range(2):
         vector = gradient(part)
         payload = coded(code, vector, 0)
-        decoder = make_compressor(parse_call(code, "compressor")).code(
+        decoder = make_compressor(parse_choice(code, "compressor")).code(
             Layout(SIZE, torch.float32, torch.device("cpu"))
         )
         decoder.turn_to(turn_of(0, 0))
@@ -81,10 +81,10 @@ def test_parts_are_rounded_by_lots_of_their_own_and_copies_agree() -> None:
     """Two workers have equal gradients. Rounded alike, their sum would be off by twice as much as one of them."""
     size, steps = 1 << 14, 100
     (shard,) = cut_shards(lay_out([("w", size, torch.float32)], 1, 1 << 20), 1 << 20)
-    workers = [Encoding(shard, make_compressor(parse_call("int4", "compressor"))) for _ in range(2)]
+    workers = [Encoding(shard, make_compressor(parse_choice("int4", "compressor"))) for _ in range(2)]
     copies = [machine("int4", [[0, size, 0]], size) for _ in range(2)]
     same = torch.randn(size, generator=torch.Generator().manual_seed(0))
-    code = make_compressor(parse_call("int4", "compressor")).code(
+    code = make_compressor(parse_choice("int4", "compressor")).code(
         Layout(size, torch.float32, torch.device("cpu"))
     )
     off, variance, said = torch.zeros(size), 0.0, torch.empty(size)
@@ -135,8 +135,8 @@ def test_a_frame_says_that_it_is_coded() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not TABLE[name].tried])
 def test_a_code_reads_back(name: str) -> None:
-    made = make_compressor(parse_call(name, "compressor"))
-    assert make_compressor(parse_call(describe_code(made), "compressor")) == made
+    made = make_compressor(parse_choice(name, "compressor"))
+    assert make_compressor(parse_choice(describe_code(made), "compressor")) == made
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=6), st.integers(0, 9))

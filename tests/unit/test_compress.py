@@ -17,7 +17,7 @@ from shoal.compress.cast import CHUNK
 from shoal.compress.feedback import Feedback
 from shoal.compress.powersgd import Factors
 from shoal.compress.topk import SMALL
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.errors import ConfigError
 from shoal.types import Promise
 
@@ -29,7 +29,7 @@ TEXTS = [*TABLE, "topk(0.3)", "topk(1.0)", "randomk(0.5, feedback=false)", "rand
 
 
 def make(text: str) -> Compressor:
-    return make_compressor(parse_call(text, "compressor"))
+    return make_compressor(parse_choice(text, "compressor"))
 
 
 def layout_of(vector: torch.Tensor, matrices: tuple[tuple[int, int, int], ...] = ()) -> Layout:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import as_type, degree_of, fill_options, parse_call, parse_strategy, parse_value
+from shoal.config import as_type, degree_of, fill_options, parse_choice, parse_strategy, parse_value
 from shoal.errors import ConfigError
-from shoal.types import Call, Plan
+from shoal.types import Choice, Plan
 
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_./:\-]{0,8}", fullmatch=True)
 VALUES = (
@@ -19,24 +19,24 @@ VALUES = (
     | st.booleans()
     | WORDS.filter(lambda word: isinstance(parse_value(word), str))
 )
-CALLS = st.builds(
-    Call,
-    name=WORDS.filter(lambda word: degree_of(Call(word)) == 1 and not word.startswith(("tp", "pp"))),
+CHOICES = st.builds(
+    Choice,
+    name=WORDS.filter(lambda word: degree_of(Choice(word)) == 1 and not word.startswith(("tp", "pp"))),
     args=st.lists(VALUES, max_size=3).map(tuple),
     options=st.lists(st.tuples(WORDS, VALUES), max_size=3).map(tuple),
 )
 
 
-def degrees(letters: str) -> st.SearchStrategy[Call | None]:
+def degrees(letters: str) -> st.SearchStrategy[Choice | None]:
     sized = st.builds(
-        lambda n, call: Call(f"{letters}{n}", call.args, call.options), st.integers(1, 64), CALLS
+        lambda n, choice: Choice(f"{letters}{n}", choice.args, choice.options), st.integers(1, 64), CHOICES
     )
     return st.none() | sized
 
 
-@given(CALLS, degrees("tp"), degrees("pp"), st.none() | CALLS)
+@given(CHOICES, degrees("tp"), degrees("pp"), st.none() | CHOICES)
 def test_a_plan_reads_back_as_it_was_printed(
-    exchange: Call, tensor: Call | None, pipeline: Call | None, compressor: Call | None
+    exchange: Choice, tensor: Choice | None, pipeline: Choice | None, compressor: Choice | None
 ) -> None:
     plan = Plan(exchange, tensor, pipeline, compressor)
     again = parse_strategy(str(plan))
@@ -45,9 +45,9 @@ def test_a_plan_reads_back_as_it_was_printed(
     assert parse_strategy(str(plan).replace(" ", "")) == plan, "spaces mean nothing"
 
 
-@given(CALLS)
-def test_a_call_reads_back_as_it_was_printed(call: Call) -> None:
-    assert parse_call(str(call), "schedule") == call
+@given(CHOICES)
+def test_a_choice_reads_back_as_it_was_printed(choice: Choice) -> None:
+    assert parse_choice(str(choice), "schedule") == choice
 
 
 @given(st.text(max_size=30))
@@ -110,7 +110,7 @@ class Options:
     ],
 )
 def test_options_are_filled(text: str, expected: Options) -> None:
-    assert fill_options(parse_call(text, "schedule"), Options) == expected
+    assert fill_options(parse_choice(text, "schedule"), Options) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_options_are_filled(text: str, expected: Options) -> None:
 )
 def test_wrong_options_get_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        fill_options(parse_call(text, "schedule"), Options)
+        fill_options(parse_choice(text, "schedule"), Options)
     assert str(caught.value).startswith(sentence) or sentence in str(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_options_by_name_only_come_behind_those_of_a_subclass() -> None:
     class More(Common):
         warmup: int = 0
 
-    assert fill_options(Call("decay", (1, 3, "hello")), More) == More(1.0, warmup=3, label="hello")
+    assert fill_options(Choice("decay", (1, 3, "hello")), More) == More(1.0, warmup=3, label="hello")
 
 
 def test_no_options() -> None:
@@ -151,9 +151,9 @@ def test_no_options() -> None:
     class Nothing:
         pass
 
-    assert fill_options(Call("plain"), Nothing) == Nothing()
+    assert fill_options(Choice("plain"), Nothing) == Nothing()
     with pytest.raises(ConfigError, match=r"plain takes no options, but 'plain\(1\)' gives 1\."):
-        fill_options(Call("plain", (1,)), Nothing)
+        fill_options(Choice("plain", (1,)), Nothing)
 
 
 def test_values_take_the_type_of_their_field() -> None:

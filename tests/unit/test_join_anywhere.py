@@ -19,7 +19,7 @@ from torch import nn, optim
 
 from shoal.compress import make_compressor
 from shoal.compress.base import Layout
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.optimizer import ELEMENTWISE
 from shoal.server.dense.dense_machine import Dense
 from shoal.server.ledger.ledger_machine import Ledger
@@ -124,7 +124,7 @@ def dense_init(
 
 
 def coded(code: str, seed: int, step: int, micro: int) -> torch.Tensor:
-    made = make_compressor(parse_call(code, "compressor")).code(
+    made = make_compressor(parse_choice(code, "compressor")).code(
         Layout(SIZE, torch.float32, torch.device("cpu"))
     )
     payload = made.payload()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,6 +182,123 @@ def test_a_loss_that_follows_its_calls_does_not_see_the_look() -> None:
     annealed = Annealed()
     trace_run(World.alone(), order_of(annealed), 3)
     assert annealed.calls == 3
+
+
+CALLS: dict[str, Any] = {"number": 0, "losses": [], "kinds": Counter()}
+NUMBER = 0
+MEAN = torch.zeros(())
+
+
+def noting(output: torch.Tensor) -> None:
+    CALLS["losses"].append(float(output.detach().sum()))
+    CALLS["kinds"]["seen"] += 1
+
+
+def counting(closed: list[int], mean: torch.Tensor) -> Any:
+    """A function that leaves traces in all the ways there are, and computes with some of them."""
+    calls = 0
+
+    def loss(output: torch.Tensor, _: Any, kept: list[int] = []) -> torch.Tensor:  # noqa: B006
+        nonlocal calls
+        global NUMBER
+        calls += 1
+        NUMBER += 1
+        closed.append(calls)
+        kept.append(calls)
+        loss.calls = getattr(loss, "calls", 0) + 1  # type: ignore[attr-defined]
+        MEAN.add_(1)
+        mean.add_(1)
+        CALLS["number"] += 1
+        noting(output)
+        print("called", calls, file=sys.stderr)
+        print("called", calls)
+        return output.square().mean() / calls
+
+    return loss
+
+
+def test_a_function_that_counts_its_calls_does_not_see_the_look(capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[int] = []
+    mean = torch.zeros(())
+    given = counting(closed, mean)
+    wanted = [f"called {i}" for i in (1, 2, 3)]
+    trace_run(World.alone(), order_of(given), 3)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == err.splitlines() == wanted
+    assert closed == given.__defaults__[0] == [1, 2, 3]
+    assert (given.calls, NUMBER, float(mean), float(MEAN), CALLS["number"], len(CALLS["losses"])) == (3,) * 6
+    assert CALLS["kinds"]["seen"] == 3
+
+
+def test_the_look_still_sees_what_a_function_that_counts_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+
+    def forgetful(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        seen.append(len(output))
+        return tokens(output, batch)
+
+    assert "return (sum, count)" in said(order_of(forgetful), capsys)
+    assert seen == [16, 16]
+
+
+class Curious(LanguageModel):
+    """Keeps what it has seen outside of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.calls = 0
+        self.mean = torch.zeros(6)
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        self.seen.append(len(batch[0]))
+        self.mean.add_(batch[0].mean(0))
+        print("forward")
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_that_counts_its_calls_does_not_see_the_look(
+    hooked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, called = Curious(), []
+    if hooked:
+        model.layer.register_forward_hook(lambda *_: called.append(1))
+    trace_run(
+        World.alone(),
+        order_of(lambda output, _: output["loss"], model=model, inputs=lambda batch: batch),  # type: ignore[arg-type]
+        3,
+    )
+    assert (model.calls, model.seen) == (3, [16, 16, 16])
+    assert capsys.readouterr().out == "forward\n" * 3
+    assert called == [1] * 3 * hooked
+    x = order_of(padded).data.tensors[0]  # type: ignore[union-attr]
+    assert float(model.mean.abs().sum()) > 0
+    assert len(x) == 32
+
+
+class Shaken:
+    """Noise of numpy and Python, which no key of a micro-batch reaches."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def __call__(self, output: torch.Tensor, _: Any) -> torch.Tensor:
+        self.drawn.append(random.random() + float(np.random.rand()))
+        return (output * self.drawn[-1]).square().mean()
+
+
+def test_generators_stand_as_without_the_look(capsys: pytest.CaptureFixture[str]) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    wanted = [random.random() + float(np.random.rand()) for _ in range(3)]
+    random.seed(3)
+    np.random.seed(3)
+    loss = Shaken()
+    trace_run(World.alone(), order_of(loss), 3)
+    assert loss.drawn == wanted
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -137,7 +137,7 @@ def _spectral_norm() -> None:
     assert sorted(name for name, _ in found.named_buffers()) == ["_u", "_v"]
 
 
-@check("gradient_hooks_of", "late_hooks_of", "module_backward_hooks_of")
+@check("gradient_hooks_of", "late_hooks_of", "module_backward_hooks_of", "module_forward_hooks_of")
 def _hooks() -> None:
     layer = nn.Linear(1, 1)
     assert private.gradient_hooks_of(layer.weight) == private.late_hooks_of(layer.weight) == []
@@ -151,6 +151,9 @@ def _hooks() -> None:
     layer.register_full_backward_pre_hook(hook)
     assert private.gradient_hooks_of(layer.weight) == private.late_hooks_of(layer.weight) == [hook]
     assert private.module_backward_hooks_of(layer) == [hook, hook]
+    layer.register_forward_hook(hook)
+    layer.register_forward_pre_hook(hook)
+    assert private.module_forward_hooks_of(layer) == [hook, hook]
 
 
 @check("COMPILED_CALL", "call_impl", "is_compiled")

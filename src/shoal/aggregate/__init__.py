@@ -7,7 +7,7 @@ from shoal.aggregate.mean import Mean
 from shoal.aggregate.median import Median
 from shoal.aggregate.trimmed import Trimmed
 from shoal.aggregate.weighted import Weighted
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.table import Table
 
 TABLE: Table[type[Aggregate]] = Table(
@@ -21,5 +21,5 @@ def make_aggregate(text: str) -> Aggregate:
     >>> make_aggregate("trimmed(0.1)")
     Trimmed(ratio=0.1)
     """
-    call = parse_call(text, "aggregate")
-    return fill_options(call, TABLE.look_up(call.name))
+    choice = parse_choice(text, "aggregate")
+    return fill_options(choice, TABLE.look_up(choice.name))

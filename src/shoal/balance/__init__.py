@@ -8,7 +8,7 @@ from shoal.balance.even import Even
 from shoal.balance.history import History
 from shoal.balance.predict import Predict
 from shoal.balance.static import Static
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.table import Table
 
 TABLE: Table[type[Balance]] = Table(
@@ -25,5 +25,5 @@ def make_balance(text: str) -> Balance:
     >>> make_balance("dynamic(band=0.05)")
     Dynamic(every=5, band=0.05, most='')
     """
-    call = parse_call(text, "balance")
-    return fill_options(call, TABLE.look_up(call.name))
+    choice = parse_choice(text, "balance")
+    return fill_options(choice, TABLE.look_up(choice.name))

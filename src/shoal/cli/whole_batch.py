@@ -28,7 +28,8 @@ class Facts:
 
     draws: bool = False
     """Whether the model or the loss drew random numbers in the first step."""
-    data_draws: bool = False
+    collate_draws: bool = False
+    """Whether the collate function draws."""
     batchnorm: tuple[str, ...] = ()
     """Layers that normalise over a batch."""
     moves: tuple[str, ...] = ()
@@ -122,11 +123,11 @@ def compare_with_whole(runs: Runs, facts: Facts, parts: int, precision: str, all
     if not found.wrong:
         return
     last = Facts.of(runs.folder / "whole")
-    if last.draws or last.data_draws or last.moves:
-        what = "the data set" if last.data_draws else "the program, in evaluation mode too,"
+    if last.draws or last.collate_draws or last.moves:
+        what = "collate=" if last.collate_draws else "the program, in evaluation mode too,"
         how = (
             "changes its buffers"
-            if last.moves and not (last.draws or last.data_draws)
+            if last.moves and not (last.draws or last.collate_draws)
             else "draws random numbers"
         )
         yield f"not compared with whole batches: {what} {how} once for each micro-batch."

@@ -9,7 +9,7 @@ from shoal.clock.base import Clock
 from shoal.clock.bsp import Bsp
 from shoal.clock.dssp import Dssp
 from shoal.clock.ssp import Ssp
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.table import Table
 
@@ -22,10 +22,10 @@ def make_clock(text: str) -> Clock:
     >>> print(make_clock("ssp(4)"), make_clock("ssp(0)"))
     ssp(4) bsp
     """
-    call = parse_call(text, "clock")
-    if call.name == "ssp" and not (call.args or call.options):
+    choice = parse_choice(text, "clock")
+    if choice.name == "ssp" and not (choice.args or choice.options):
         raise ConfigError("ssp needs a number of steps, as in ssp=4.")
-    made = fill_options(call, TABLE.look_up(call.name))
+    made = fill_options(choice, TABLE.look_up(choice.name))
     # Nobody ahead of anybody: that is bsp.
     return Bsp() if isinstance(made, Ssp) and not made.steps else made
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from shoal.types import Call, Promise
+from shoal.types import Choice, Promise
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,4 +58,4 @@ class Clock:
     def __str__(self) -> str:
         """The clock as a strategy writes it, which `make_clock` reads: `ssp(4)`."""
         options = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-        return str(Call(type(self).__name__.lower(), options))
+        return str(Choice(type(self).__name__.lower(), options))

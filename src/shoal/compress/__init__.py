@@ -15,7 +15,7 @@ from shoal.compress.sign import Sign
 from shoal.compress.topk import TopK
 from shoal.config import fill_options
 from shoal.table import Table
-from shoal.types import Call
+from shoal.types import Choice
 
 TABLE: Table[type[Compressor]] = Table(
     "compressor",
@@ -34,10 +34,10 @@ TABLE: Table[type[Compressor]] = Table(
 )
 
 
-def make_compressor(call: Call) -> Compressor:
-    """The compressor that a call names, with its options.
+def make_compressor(choice: Choice) -> Compressor:
+    """The compressor that a choice names, with its options.
 
-    >>> make_compressor(Call("topk", args=(0.05,)))
+    >>> make_compressor(Choice("topk", args=(0.05,)))
     TopK(ratio=0.05, feedback=True)
     """
-    return fill_options(call, TABLE.look_up(call.name))
+    return fill_options(choice, TABLE.look_up(choice.name))

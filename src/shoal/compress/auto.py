@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from shoal.compress.base import Code, Compressor, Layout
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.errors import ConfigError
 
 
@@ -49,4 +49,4 @@ class Auto(Compressor):
     def _made(self) -> Compressor:
         from shoal.compress import make_compressor  # whose table lists this file
 
-        return make_compressor(parse_call(self.candidate, "compressor"))
+        return make_compressor(parse_choice(self.candidate, "compressor"))

@@ -18,7 +18,7 @@ from shoal.exchange.zero1 import Zero1
 from shoal.exchange.zero2 import Zero2
 from shoal.exchange.zero3 import Zero3
 from shoal.table import Table
-from shoal.types import Call
+from shoal.types import Choice
 from shoal.world.shm.memory import SharedMemoryUnavailable
 
 TABLE: Table[type[Exchange]] = Table(
@@ -37,14 +37,14 @@ TABLE: Table[type[Exchange]] = Table(
 )
 
 
-def make_exchange(call: Call, setup: Setup) -> Exchange:
+def make_exchange(choice: Choice, setup: Setup) -> Exchange:
     """The exchange a plan names, ready for its first step."""
-    chosen = TABLE.look_up(call.name)
-    options: Any = fill_options(call, chosen.Options)
+    chosen = TABLE.look_up(choice.name)
+    options: Any = fill_options(choice, chosen.Options)
     try:
         return chosen(setup, options)  # type: ignore[call-arg]
     except SharedMemoryUnavailable as reason:
         # zero1 computes the same numbers through messages; every worker gets here together.
         if setup.world.rank == 0:
-            print(f"shoal: no shared memory ({reason}); running zero1 instead of {call}.", file=sys.stderr)
-        return Zero1(setup, fill_options(Call("zero1", call.args, call.options), Zero1.Options))
+            print(f"shoal: no shared memory ({reason}); running zero1 instead of {choice}.", file=sys.stderr)
+        return Zero1(setup, fill_options(Choice("zero1", choice.args, choice.options), Zero1.Options))

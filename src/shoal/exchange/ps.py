@@ -27,6 +27,7 @@ from shoal.exchange.buckets.bucket_cost import (
     held_cost,
     reductions,
 )
+from shoal.exchange.buckets.frozen import frozen_here_only
 from shoal.exchange.buckets.norms import sum_of_squares
 from shoal.exchange.contract import JoinState, StepView, Tally, check_members
 from shoal.exchange.embeddings.back_ends import ToServers
@@ -270,9 +271,20 @@ class Ps(ServedState):
         claim = self._claim
         if not claim.together or claim.over:  # over: the others have gone on, and there is nothing to add
             return self._mine if claim.part >= 0 else tally
+        had = list(self._gradient_buckets.used)
         # Which parameters had a gradient in any part; the ledger has joined the sets.
         self._gradient_buckets.bits = claim.tally["used"]
+        self._check_frozen(had)
         return Tally(claim.tally["total"], claim.tally["count"])
+
+    def _check_frozen(self, had: list[bool]) -> None:
+        """Another worker's part had a gradient for what is frozen here: nobody froze it there."""
+        buckets = self._gradient_buckets
+        if had == buckets.used:
+            return
+        for name, mine, any_ in zip(buckets.names, had, buckets.used, strict=True):
+            if any_ and not mine and not self.trained[name].requires_grad:
+                raise frozen_here_only(name, True, self._who.size)
 
     def grad_norm(self) -> float:
         return self._tier.lead(self._find_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.partition.base import Partition
 from shoal.partition.block import BlockPartition
 from shoal.partition.bucket import BucketPartition
@@ -37,5 +37,5 @@ def make_partition(text: str) -> Partition:
     >>> make_partition("block(shares=2/1/1)").weights(parts=6).tolist()
     [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     """
-    call = parse_call(text, "partition")
-    return fill_options(call, TABLE.look_up(call.name))
+    choice = parse_choice(text, "partition")
+    return fill_options(choice, TABLE.look_up(choice.name))

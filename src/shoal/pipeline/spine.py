@@ -6,7 +6,9 @@ noted on entry and exit, and each operation is asked which parameters and buffer
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -304,6 +306,8 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
                 table.clear()
                 table.update(entries)
             copies.enter_context(copied_buffers(model))
+            for table, entries in before:
+                table.update({name: _copied(one) for name, one in entries.items() if name not in _OF_MODULES})
 
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -312,6 +316,17 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
                 yield put_back
             finally:
                 put_back()
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+"""What torch itself keeps in every module."""
+
+
+def _copied(attribute: object) -> object:
+    """What a forward pass may change in place is another one with the same contents; the rest as it is."""
+    if isinstance(attribute, Tensor) and not attribute.requires_grad:
+        return attribute.clone()
+    return copy.copy(attribute) if type(attribute) in (list, dict, set, bytearray, deque) else attribute
 
 
 @contextmanager

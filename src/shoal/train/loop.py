@@ -30,6 +30,16 @@ from shoal.types import StepReport
 Decided = tuple[object, object, object]
 
 
+@dataclass
+class Boundary:
+    """Between two steps: which one is over, and what has been saved of it."""
+
+    step: int = 0
+    """0: the loop's body does not run."""
+    due: bool = False
+    saved: Decided | None = None
+
+
 @dataclass(frozen=True)
 class Loop:
     """What the loop does around steps."""
@@ -49,6 +59,18 @@ class Loop:
     def journal(self) -> Journal:
         """The progress bar and the event log."""
         return Journal(self.log, self.header, self.progress_bar, self.context.world.rank == 0)
+
+    @cached_property
+    def _boundary(self) -> Boundary:
+        return Boundary()
+
+    def decided(self, progress: Progress) -> None:
+        """The user has decided something that checkpoints hold, in a call that every rank makes.
+
+        Saved at once where a checkpoint is due: the body may end with `break`, and nothing comes after that.
+        """
+        if self._boundary.step:
+            self._save_decided(progress)
 
     def steps(self, how_long: int | str, progress: Progress) -> Iterator[StepReport]:
         """Train until `how_long` is reached, yielding a report after each step; goes on from `progress`."""
@@ -71,7 +93,8 @@ class Loop:
             if isinstance(error, Exception):
                 plan = parse_strategy(str(self.header["strategy"]))
                 shortage = Shortage.of(self.context.model, self.context.loader.feed, plan)
-                note_place(error, self.context.world.rank, self.calls.begun, shortage)
+                step = f"in step {self.calls.begun}"
+                note_place(error, self.context.world.rank, step, shortage.remedies)
             raise
 
     def _steps(self, goal: Goal, progress: Progress, stop: StopRequest) -> Iterator[StepReport]:
@@ -119,8 +142,9 @@ class Loop:
                 journal.servers(context.exchange.servers)
                 due = work.saves and self.checkpoints.due(report.number, last)
                 saved = self._save(progress, report.number) if due else None
+                self._enter_body(report.number, due, saved)
                 yield report
-                if self._after_body(progress, report.number, due, saved, stop):
+                if self._after_body(progress, stop):
                     break
             calls.ended = True
             calls.compare(END_OF_LOOP)
@@ -130,23 +154,34 @@ class Loop:
             journal.servers(context.exchange.servers, last=True)
             self._say_what_was_missed(progress)
         finally:
+            self._boundary.step = 0
             context.balancing.close()
             journal.close()
 
-    def _after_body(
-        self, progress: Progress, step: int, due: bool, saved: Decided | None, stop: StopRequest
-    ) -> bool:
+    def _enter_body(self, step: int, due: bool, saved: Decided | None) -> None:
+        self._boundary.step = step
+        self._boundary.due = due
+        self._boundary.saved = saved
+
+    def _after_body(self, progress: Progress, stop: StopRequest) -> bool:
         """The user's loop has come back: save what it has decided, obey a signal; whether it stops early."""
-        early = progress.early_stop
-        stopped = early is not None and early.stopped
-        due = due or (stopped and self.checkpoints.due(step, last=True))
-        if due and saved != self._decided(progress):
-            self._save(progress, step)
+        step = self._boundary.step
+        self._save_decided(progress)
+        self._boundary.step = 0
         if stop.reached(step):
             self._leave(progress, stop)
-        if early is not None and stopped:
+        early = progress.early_stop
+        if early is not None and early.stopped:
             self.journal.say(f"early stop after step {step}: {early.reason}")
-        return stopped
+        return early is not None and early.stopped
+
+    def _save_decided(self, progress: Progress) -> None:
+        """Begin the checkpoint of this step once more if it is due and holds something else than has been decided."""
+        boundary, early = self._boundary, progress.early_stop
+        stopped = early is not None and early.stopped
+        due = boundary.due or (stopped and self.checkpoints.due(boundary.step, last=True))
+        if due and boundary.saved != self._decided(progress):
+            boundary.saved = self._save(progress, boundary.step)
 
     def _take_up_schedule(self, goal: Goal, progress: Progress) -> Schedule | None:
         progress.schedule = progress.schedule_now()

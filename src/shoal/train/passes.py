@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -13,12 +12,15 @@ from shoal.call import call_model
 from shoal.data.batch import Batch, convert, length
 from shoal.data.feed import Portion
 from shoal.exchange.contract import Tally
+from shoal.functions import Copy
 from shoal.pipeline.spine import undisturbed
+from shoal.torch_private import module_forward_hooks_of
 from shoal.train.model.gathered_penalty import add_gathered
+from shoal.train.model.gradient_hooks import of_the_user
 from shoal.train.step_context import StepContext
 from shoal.train.technique.loss import as_sum_and_count, check_gradient
 from shoal.train.technique.penalty import add_penalty
-from shoal.train.technique.split_check import FirstLoss, does_not_split
+from shoal.train.technique.split_check import FirstLoss, does_not_split, unseen
 
 
 def run_passes(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
@@ -60,22 +62,23 @@ def look_at_loss(context: StepContext) -> None:
     cannot be cut, and only where it is whole on this worker.
     """
     assert isinstance(context.loss, FirstLoss)
-    loss, first = context.loss.given, context.loss.first
-    context.loss = loss
+    plain, first = context.loss.plain, context.loss.first
+    context.loss = context.loss.given
     if first is None or context.gather.used:
         return
     exchange, model, whole = context.exchange, context.model, None
     in_one_piece = context.mesh.model.size == 1 and not exchange.cuts_parameters and not exchange.tables
-    if in_one_piece and context.precision.compute is None:
+    # Hooks of the user's would see that it runs again.
+    watched = any(of_the_user(module_forward_hooks_of(module)) for module in model.modules())
+    if in_one_piece and not watched and context.precision.compute is None:
 
         def whole(batch: Batch) -> Any:
             return model(context.inputs(batch))
 
-    try:  # a loss that is an object may count its calls: a copy of it does
-        loss = copy.deepcopy(loss, {id(p): p for p in model.parameters()})
-    except Exception:
-        return
-    with undisturbed(model):
+    def loss(output: Any, batch: Batch) -> Any:  # each time as it stands now, if it counts its calls
+        return Copy(model).of(plain)(output, batch)
+
+    with unseen(), undisturbed(model):
         model.eval()
         context.finding = does_not_split(loss, first, whole)
     if context.finding and context.world.rank == 0 and context.recorder is None:

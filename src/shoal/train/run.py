@@ -6,7 +6,8 @@ import atexit
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.config import as_type
+from shoal.config import as_type, parse_strategy
 from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
@@ -25,9 +26,10 @@ from shoal.table import did_you_mean
 from shoal.train.answer_dry_run import answer
 from shoal.train.build import build
 from shoal.train.calls.calls import Calls
+from shoal.train.calls.same_settings import agree_on_settings
 from shoal.train.evaluate import describe, evaluate
 from shoal.train.loop import Loop
-from shoal.train.model.same_settings import agree_on_settings
+from shoal.train.model.shortage import noting, remedies_of_evaluation, remedies_of_making
 from shoal.train.own_step.build import build_own_step
 from shoal.train.run_config import RunConfig, adopt_loader
 from shoal.train.server_setup import meets_at_servers
@@ -78,6 +80,17 @@ class Run(RunConfig):
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         self.world = _join(config, launch)
         atexit.register(self.world.close)
+        exchange = parse_strategy(config.strategy).exchange.name
+        with noting(
+            self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
+        ):
+            self._make(launch, said, kept, early_stop)
+
+    def _make(
+        self, launch: Launch, said: Sequence[str], kept: CheckpointConfig, early_stop: EarlyStop | None
+    ) -> None:
+        """All that takes memory."""
+        config = self.config
         agree_on_settings(vars(config), self.world)
         if self.world.rank == 0 and not launch.record:
             for sentence in (*said, *doubts(config.data)):
@@ -92,14 +105,15 @@ class Run(RunConfig):
         self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
         self._loop = self._make_loop(launch.finishing)
         exchange = self._context.exchange
-        atexit.register(exchange.close)
+        # Servers must be told of the end, so what talks to them stays; all else may be collected before.
+        atexit.register(exchange.close) if exchange.uses_servers else _at_exit(exchange.close)
         self._progress = self._checkpoints.resume() if exchange.begins else Progress()
         if early_stop is not None:
             early_stop.restore(self._progress.early_stop_was)
             self._progress.early_stop = early_stop
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
-        atexit.register(self._checkpoints.leave)  # a script may end in the middle of its loop
+        _at_exit(self._checkpoints.leave)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
     def _keep_nothing(self, record: str) -> None:
@@ -184,6 +198,7 @@ class Run(RunConfig):
         with self._calls.together("run.schedule_step"):
             agreed = None if metric is None else self._context.agree(metric, "run.schedule_step")
         scheduler.step(agreed)
+        self._loop.decided(self._progress)
 
     def log(  # type: ignore[override, misc]  # likewise
         self, values: Mapping[str, Value | torch.Tensor], reduce: str = "none"
@@ -201,6 +216,7 @@ class Run(RunConfig):
         self._loop.journal.log(self._progress.step, found)
         if early is not None and watched in found:
             early.observe(watched, float(found[watched]), self._progress.step)
+            self._loop.decided(self._progress)
         return found
 
     def best(self, name: str, value: float, mode: str = "min") -> bool:
@@ -215,6 +231,7 @@ class Run(RunConfig):
         progress = self._progress
         if progress.early_stop is not None:
             progress.early_stop.observe(name, value, progress.step)
+            self._loop.decided(progress)
         before = progress.best or self._checkpoints.best_so_far()
         if before is not None and (before.name, before.mode) != (name, mode):
             raise ConfigError(
@@ -238,12 +255,19 @@ class Run(RunConfig):
 
         `weights`: "ema" or "swa" measures the average that the run keeps.
         """
-        measures = metrics or {}
+        measures, context = metrics or {}, self._context
+        given = data.batch_size if isinstance(data, DataLoader) else context.loader.feed.global_batch
+        phase = f"in run.evaluate after step {self._progress.step}"
         with (
             self._calls.together(describe(data, measures, weights)),
-            self._context.averages.in_place(weights),
+            noting(
+                self.world.rank,
+                phase,
+                lambda: remedies_of_evaluation(batch or given or 1, context.mesh.data.size),
+            ),
+            context.averages.in_place(weights),
         ):
-            return evaluate(self._context, data, measures, batch)
+            return evaluate(context, data, measures, batch)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all workers, in the order of the global batch: for a loss that compares samples with each other.
@@ -320,6 +344,18 @@ class Run(RunConfig):
         for name in ("log", "optimizer"):
             del self.__dict__[name]
         return RunConfig(**found)
+
+
+def _at_exit(method: Callable[[], None]) -> None:
+    """Call a method when the script ends, if what it belongs to is still there: a notebook makes many runs."""
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    held = weakref.WeakMethod(method, lambda _: atexit.unregister(call))
+    atexit.register(call)
 
 
 def _join(config: RunConfig, launch: Launch) -> World:

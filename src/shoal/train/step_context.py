@@ -87,6 +87,16 @@ class StepContext:
         """What a worker that joins now must know to compute what the others do."""
         return JoinState(self.count_per_sample, self.scale.value, self.scale.good_steps)
 
+    def abort(self) -> None:
+        """A peer is gone: leave the step where it is, as `Recovery.abort` of the exchange does."""
+        self.exchange.abort()
+        self.gather.abort()
+
+    def reopen(self, data: World, model_world: World) -> None:
+        """After `abort`: go on among these members of the data axis, as many as before. Collective."""
+        self.exchange.reopen(data, model_world)
+        self.gather.reopen(data)
+
     def show_gradients(self, mean: float) -> float:
         """Let the user see gradients, if asked for. What makes a mean of them then, given what does before."""
         if self.on_gradients is None:

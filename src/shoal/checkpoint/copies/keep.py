@@ -25,7 +25,7 @@ from shoal.checkpoint.folder import (
     step_in,
     temporary,
 )
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ class Keep:
         """
         if given is None or isinstance(given, int):
             return Keep(given)
-        return fill_options(parse_call(f"keep({given})", "keep"), Keep)
+        return fill_options(parse_choice(f"keep({given})", "keep"), Keep)
 
     def __str__(self) -> str:
         """As a user would write it.

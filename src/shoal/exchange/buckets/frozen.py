@@ -1,16 +1,19 @@
 """A parameter that is frozen in the middle of a run must be frozen on every worker.
 
 A worker that has frozen it says so in place of "had no gradient", in the all-reduce that ends every step: it costs
-nothing, and whoever sums gradients of some workers only would be wrong without a word.
+nothing, and whoever sums gradients of some workers only would be wrong without a word. Where no such all-reduce is,
+workers compare checksums of what they have frozen, where they meet anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 from torch import nn
 
 from shoal.errors import ConfigError
+from shoal.world.world import World
 
 
 def mark_frozen(
@@ -36,8 +39,34 @@ def check_frozen(
     """Refuse, from the sum over all workers, what is frozen on some of them only."""
     for name, flag in zip(names, users, strict=True):
         if flag < 0 and flag != -(workers + 1.0) * workers:
-            word = "here" if not trained[name].requires_grad else "on another worker"
-            raise ConfigError(
-                f"parameter '{name}' is frozen {word} and not on all {workers} workers; call requires_grad_(False) on "
-                "every worker before the same step."
-            )
+            raise frozen_here_only(name, not trained[name].requires_grad, workers)
+
+
+def frozen_here_only(name: str, here: bool, workers: int) -> ConfigError:
+    """The sentence for a parameter that is frozen on some workers only."""
+    word = "here" if here else "on another worker"
+    return ConfigError(
+        f"parameter '{name}' is frozen {word} and not on all {workers} workers; call requires_grad_(False) on "
+        "every worker before the same step."
+    )
+
+
+def frozen_sum(trained: Mapping[str, nn.Parameter]) -> float:
+    """A checksum of what is frozen; 0 for nothing.
+
+    >>> import torch
+    >>> frozen_sum({"a": nn.Parameter(torch.zeros(1))})
+    0.0
+    """
+    names = [name for name, parameter in trained.items() if not parameter.requires_grad]
+    return float(crc32(" ".join(names).encode())) if names else 0.0
+
+
+def compare_frozen(world: World, sums: Sequence[float], trained: Mapping[str, nn.Parameter]) -> None:
+    """Refuse, from the checksums of all workers, what is frozen on some of them only. Collective where they differ."""
+    if len(set(sums)) == 1:
+        return
+    ranks = world.gather_values([name for name, p in trained.items() if not p.requires_grad])
+    for name, parameter in trained.items():
+        if len({name in frozen for frozen in ranks}) == 2:
+            raise frozen_here_only(name, not parameter.requires_grad, world.size)

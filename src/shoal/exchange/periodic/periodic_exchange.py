@@ -31,6 +31,7 @@ from shoal.exchange.buckets.bucket_cost import (
     whole_state,
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.exchange.buckets.frozen import compare_frozen, frozen_sum
 from shoal.exchange.buckets.norms import root_of_sum, sum_of_squares
 from shoal.exchange.buckets.shard_sums import zeros_for
 from shoal.exchange.contract import (
@@ -270,7 +271,9 @@ class Periodic(BucketedExchange):
 
     def _set_out(self, index: int, due: int) -> Travelling:
         """The outer gradients of a fragment begin to travel."""
-        counts = self._peers.gather_numbers([self._seen[index]])[:, 0].tolist()
+        told = self._peers.gather_numbers([self._seen[index], frozen_sum(self.trained)])
+        compare_frozen(self._peers, told[:, 1].tolist(), self.trained)
+        counts = told[:, 0].tolist()
         # Weighted by samples, as one process would; alike where no loss of any worker has counted.
         weight = counts[self._peers.rank] / sum(counts) if sum(counts) else 1 / self._peers.size
         # Streaming DiLoCo (Douillard et al., 2025): one fragment at a time travels, `delay` steps long, while training

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -73,6 +74,7 @@ class CommThread:
                 target=_work, args=(self._tasks, self._device), name="shoal-comm", daemon=True
             )
             self._thread.start()
+            weakref.finalize(self, self._tasks.put, None)  # a run may be forgotten without being closed
         task = CommTask(action, self._device)
         self._tasks.put(task)
         return task

@@ -13,9 +13,9 @@ import torch
 
 from shoal import compress
 from shoal.compress.base import Compressor, Layout
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.server.protocol.state_machine import Refused
-from shoal.types import Call
+from shoal.types import Choice
 from shoal.world.buckets import gaps_of
 
 _CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def describe_code(compressor: Compressor | None) -> str:
     name = next(name for name, kind in compress.TABLE.items() if kind is type(compressor))
     assert dataclasses.is_dataclass(compressor)
     fields = [field for field in dataclasses.fields(compressor) if field.init]
-    return str(Call(name, options=tuple((field.name, getattr(compressor, field.name)) for field in fields)))
+    return str(Choice(name, options=tuple((field.name, getattr(compressor, field.name)) for field in fields)))
 
 
 def turn_of(step: int, micro: int) -> int:
@@ -49,7 +49,9 @@ class Decoder:
     """What a shard makes of coded gradients. `pieces` are its parameters, by start and length."""
 
     def __init__(self, text: str, size: int, dtype: torch.dtype, pieces: Sequence[tuple[int, int]]) -> None:
-        self._code = compress.make_compressor(parse_call(text, "compressor")).code(Layout(size, dtype, _CPU))
+        self._code = compress.make_compressor(parse_choice(text, "compressor")).code(
+            Layout(size, dtype, _CPU)
+        )
         if self._code.rounds > 1:
             raise Refused(
                 f"{text} needs the sum of all workers before it is done; servers take codes of one round."

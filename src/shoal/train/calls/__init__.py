@@ -1,1 +1,1 @@
-"""Calls that every rank makes: compared, and ended in a sentence where they differ."""
+"""What every rank gives and calls: compared, and ended in a sentence where it differs."""

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
+from shoal.exchange.buckets.frozen import compare_frozen, frozen_sum
 from shoal.torch_private import gradient_hooks_of, late_hooks_of, module_backward_hooks_of
+from shoal.world.world import World
 
 AT_A_TIME = 4
 """Parameters that are looked at in a step."""
+COMPARED_EVERY = 8
+"""Steps between two comparisons of what is frozen on workers of a tensor axis."""
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -40,7 +44,9 @@ class HookRules:
         """Refuse hooks that would compute something else, and say what is for the user to know."""
         for name, parameter in model.named_parameters():
             self.check_parameter(name, parameter)
-        hooked = [name for name, module in model.named_modules() if _theirs(module_backward_hooks_of(module))]
+        hooked = [
+            name for name, module in model.named_modules() if of_the_user(module_backward_hooks_of(module))
+        ]
         if hooked and speaks:
             print(
                 f"shoal: layer '{hooked[0]}' has a backward hook, which is called for one micro-batch of one worker at "
@@ -51,7 +57,7 @@ class HookRules:
 
     def check_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Refuse its hooks, if they would compute something else."""
-        hooks, late = _theirs(gradient_hooks_of(parameter)), _theirs(late_hooks_of(parameter))
+        hooks, late = of_the_user(gradient_hooks_of(parameter)), of_the_user(late_hooks_of(parameter))
         if not (hooks or late):
             return
         what = f"parameter '{name}' has a {'post-accumulate-grad' if late else 'gradient'} hook"
@@ -94,7 +100,7 @@ def is_linear(hook: Hook, like: Tensor) -> bool:
     )
 
 
-def _theirs(hooks: Sequence[Any]) -> list[Any]:
+def of_the_user(hooks: Sequence[Any]) -> list[Any]:
     """Without those of Shoal and of torch itself."""
     return [h for h in hooks if not (getattr(h, "__module__", "") or "").startswith(("shoal.", "torch."))]
 
@@ -102,12 +108,14 @@ def _theirs(hooks: Sequence[Any]) -> list[Any]:
 class TrainedSet:
     """Which parameters learn: those that learned when the exchange was made, or fewer of them."""
 
-    def __init__(self, model: nn.Module, plan: str, rules: HookRules, fixed: bool) -> None:
-        """`fixed`: the exchange cannot do with fewer either (zero3), and its parameters have to be asked each step."""
+    def __init__(self, model: nn.Module, plan: str, rules: HookRules, fixed: bool, cut: World) -> None:
+        """`fixed`: the exchange cannot do with fewer either (zero3), and its parameters have to be asked each step.
+        `cut`: the workers over which layers are cut, who hold parts of the same parameters and sum no gradients."""
         self._plan = plan
         self._rules = rules
         self._parameters = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
         self._fixed = fixed
+        self._cut = cut
         self._step = 0
         self.computing = False
         """Whether a forward and backward pass of a step is under way."""
@@ -119,6 +127,10 @@ class TrainedSet:
         everybody, count = self._parameters, len(self._parameters)
         start = self._step * AT_A_TIME % max(count, 1)
         checked = everybody if self._fixed or self._step == 0 else everybody[start : start + AT_A_TIME]
+        if self._cut.size > 1 and self._step % COMPARED_EVERY == 0:
+            learn = {name: parameter for name, parameter, learned in everybody if learned}
+            sums = self._cut.gather_numbers([frozen_sum(learn)])[:, 0].tolist()
+            compare_frozen(self._cut, sums, learn)
         self._step += 1
         for name, parameter, learned in checked:
             if gradient_hooks_of(parameter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,19 +70,58 @@ class Shortage:
         return found
 
 
-def note_place(error: BaseException, rank: int, step: int, shortage: Shortage) -> None:
-    """Add to an error that is not ours on which rank and in which step it came; its kind and its traceback stay."""
+def remedies_of_making(exchange: str, workers: int) -> list[str]:
+    """What would take less memory while a run is made.
+
+    >>> remedies_of_making("ddp", 4)
+    ['zero3 (each worker keeps 1/4 of the parameters)']
+    """
+    return (
+        [f"zero3 (each worker keeps 1/{workers} of the parameters)"]
+        if exchange in _WHOLE and workers > 1
+        else []
+    )
+
+
+def remedies_of_evaluation(samples: int, replicas: int) -> list[str]:
+    """What would take less memory in an evaluation of so many samples at a time.
+
+    >>> remedies_of_evaluation(64, 2)
+    ['batch=32 (16 samples at a time on each worker instead of 32)']
+    """
+    each = -(-samples // replicas)
+    if each < 2:
+        return []
+    half = -(-each // 2)
+    return [f"batch={half * replicas} ({half} samples at a time on each worker instead of {each})"]
+
+
+@contextmanager
+def noting(rank: int, phase: str, remedies: Callable[[], list[str]]) -> Iterator[None]:
+    """Add to an error that comes in here what `note_place` adds."""
+    try:
+        yield
+    except Exception as error:
+        note_place(error, rank, phase, remedies)
+        raise
+
+
+def note_place(error: BaseException, rank: int, phase: str, remedies: Callable[[], list[str]]) -> None:
+    """Add to an error that is not ours on which rank it came, and when; its kind and its traceback stay.
+
+    `phase`: as "in step 3". `remedies`: what would take less memory; asked where there was too little.
+    """
     if isinstance(error, ShoalError) or not isinstance(error, Exception) or is_lost_peer(error):
         return
     if not _is_memory(error):
-        error.add_note(f"shoal: this was in step {step}, on rank {rank}.")
+        error.add_note(f"shoal: this was {phase}, on rank {rank}.")
         return
     asked = _ASKED.search(str(error))
     wanted = f"; {asked[1]} were asked for" if asked else ""
     free = f"{free_memory() / 1e9:.1f} GB are free on this host"
     error.add_note(
-        f"shoal: memory ran out in step {step}, on rank {rank}{wanted}, and {free}. Less is taken by "
-        f"{', or by '.join([*shortage.remedies(), 'a smaller model'])}."
+        f"shoal: memory ran out {phase}, on rank {rank}{wanted}, and {free}. Less is taken by "
+        f"{', or by '.join([*remedies(), 'a smaller model'])}."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange, ExtraState, LocalShard, trainable
 from shoal.exchange.local_tensor import local
@@ -84,9 +84,9 @@ def make_average(given: float | str | None) -> tuple[str, Average] | None:
         return None
     if not isinstance(given, str):
         return "ema", Ema(float(given))
-    call = parse_call(given, "ema")
-    made: Average = fill_options(call, TABLE.look_up(call.name))
-    return call.name, made
+    choice = parse_choice(given, "ema")
+    made: Average = fill_options(choice, TABLE.look_up(choice.name))
+    return choice.name, made
 
 
 class Averages:

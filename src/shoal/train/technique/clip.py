@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.table import Table
 
@@ -36,8 +36,8 @@ def make_clip(text: float | str | None) -> Clip | None:
     if text is None:
         return None
     if isinstance(text, str):
-        call = parse_call(text, "clip")
-        clip: Clip = fill_options(call, TABLE.look_up(call.name))
+        choice = parse_choice(text, "clip")
+        clip: Clip = fill_options(choice, TABLE.look_up(choice.name))
     else:
         clip = ByNorm(float(text))
     if not clip.limit > 0:

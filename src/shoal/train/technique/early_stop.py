@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 
 MODES = ("min", "max")
@@ -55,7 +55,7 @@ class EarlyStop:
         """From what a user writes: "val_loss, patience=3, mode=max"."""
         if text is None:
             return None
-        return EarlyStop(fill_options(parse_call(f"early_stop({text})", "early_stop"), EarlyStopRule))
+        return EarlyStop(fill_options(parse_choice(f"early_stop({text})", "early_stop"), EarlyStopRule))
 
     def observe(self, name: str, value: float, step: int) -> None:
         """A value of that name after so many steps. A step counts once, though log and best may both tell of it."""

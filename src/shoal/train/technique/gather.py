@@ -89,6 +89,16 @@ class Gather:
         """Whether a step of so many samples leaves a worker without any, so that all compute it within `meeting`."""
         return samples < self._data.size and not (self._fills or self.refusal)
 
+    def abort(self) -> None:
+        """A peer is gone: end what is under way."""
+        if self._world is not None:
+            self._world.abort()
+
+    def reopen(self, data: World) -> None:
+        """After `abort`: among these workers, as many as before. The next call makes a group anew."""
+        self._data = data
+        self._world = None
+
     @contextmanager
     def meeting(self, attends: bool) -> Iterator[None]:
         """The passes of a step that leaves workers without samples; `attends`: this is one of them."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from shoal.config import fill_options, parse_call
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.table import Table
 
@@ -123,8 +123,8 @@ def make_scheduler(
     if schedule is None:
         return None
     if isinstance(schedule, str):
-        call = parse_call(schedule, "schedule")
-        return fill_options(call, TABLE.look_up(call.name)).make(optimizer, total_steps)
+        choice = parse_choice(schedule, "schedule")
+        return fill_options(choice, TABLE.look_up(choice.name)).make(optimizer, total_steps)
     made = schedule(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.config import parse_call
+from shoal.config import parse_choice
 from shoal.errors import ConfigError
 from shoal.train.technique import learning_rate
 from shoal.train.technique.learning_rate import (
@@ -49,7 +49,7 @@ class Schedule:
         if (
             every == "call"
             and isinstance(given, str)
-            and learning_rate.TABLE.look_up(parse_call(given, "schedule").name).ends
+            and learning_rate.TABLE.look_up(parse_choice(given, "schedule").name).ends
         ):
             raise ConfigError(
                 f"schedule='{given}' ends with the last step, and nobody knows how often run.schedule_step will be "

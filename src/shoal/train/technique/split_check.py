@@ -8,13 +8,18 @@ not run again and what its layers draw or normalise plays no part. Where that ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from shoal.data.batch import Batch, length
+from shoal.seeds import generators_kept
 from shoal.torch_private import tree_leaves, tree_map
 from shoal.train.technique.loss import Loss, as_sum_and_count
 
@@ -45,8 +50,10 @@ class FirstLoss:
     True
     """
 
-    def __init__(self, given: Loss) -> None:
+    def __init__(self, given: Loss, plain: Loss | None = None) -> None:
+        """`plain`: the same loss, which does nothing besides."""
         self.given = given
+        self.plain = plain or given
         self.first: FirstCall | None = None
 
     def __call__(self, output: Any, batch: Batch) -> Any:
@@ -54,6 +61,25 @@ class FirstLoss:
         if self.first is None and torch.is_grad_enabled():
             self.first = FirstCall(output, batch, isinstance(returned, torch.Tensor))
         return returned
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """While it lasts nothing is printed, and afterwards all global generators stand where they stood."""
+    numbers, words = random.getstate(), np.random.get_state()
+    try:
+        with generators_kept(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        random.setstate(numbers)
+        np.random.set_state(words)
+
+
+def _standing() -> tuple[object, ...]:
+    """Where the global generators stand."""
+    legacy: Any = np.random.get_state()
+    words = (legacy[1].tobytes(), *legacy[2:]) if isinstance(legacy, tuple) else repr(legacy)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words
 
 
 class CannotSplit(Exception):
@@ -101,9 +127,9 @@ def _evaluator(
 
     def evaluate(start: int, stop: int) -> Sums:
         mine = part(batch, n, start, stop)
-        state = torch.get_rng_state()
+        state = _standing()
         returned = loss(part(output, n, start, stop) if model is None else model(mine), mine)
-        if not torch.equal(state, torch.get_rng_state()):
+        if state != _standing():
             raise CannotSplit  # what it draws is another thing each time
         total, count = as_sum_and_count(returned, mine)
         return float(total), count
@@ -122,7 +148,7 @@ def part(tree: Any, n: int, start: int, stop: int) -> Any:
             raise CannotSplit
         if not isinstance(leaf, torch.Tensor | int | float | None):
             raise CannotSplit  # lists of words, graphs, objects of the user's own
-    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return tree_map(lambda leaf: leaf[start:stop].clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _widened(tree: Any) -> Any:
