@@ -119,7 +119,8 @@ class Largest(Code):
         """A size that a little more than the wanted number of elements exceed, judged by a random sample of them."""
         number = min(len(vector) // 4, max(SMALL, int(SAMPLED / self._ratio)))
         generator = torch.Generator().manual_seed(derive(0, "topk", turn))
-        places = torch.randint(len(vector), (number,), generator=generator).to(vector.device)
+        drawn = torch.randint(len(vector), (number,), generator=generator, device="cpu")
+        places = drawn.to(vector.device)
         sizes = vector.index_select(0, places).abs_()
         wanted = number * self._ratio
         above = min(number - 1, round(wanted + SURPLUS * wanted**0.5))
