@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cells import covering
 
+from cells import covering
 from shoal.compress import TABLE as COMPRESSORS
 from shoal.compress import make_compressor
 from shoal.compress.base import Layout

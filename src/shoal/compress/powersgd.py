@@ -121,6 +121,11 @@ class Factors(Code):
     def decode(self, payload: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         super().decode(payload, out, add)
         for q, new in zip(self._wide_of(self._warm()), self._wide_of(payload), strict=True):
+            if not new.is_cpu:  # the same without a look, for which the host would wait
+                size = new.norm()
+                good = (size > 0).logical_and_(size.isfinite())
+                make_orthonormal(q.copy_(torch.where(good, new, q)))
+                continue
             size = float(new.norm())
             if 0 < size < math.inf:  # else nothing can be learnt from it, and the old one is as good as any
                 make_orthonormal(q.copy_(new))

@@ -86,7 +86,9 @@ class Drawn(Code):
         if self._scale != 1:
             out.mul_(self._scale)
         # What is not drawn would hide that a step has gone wrong. A sum is cheaper than a look at each, but overflows.
-        if not torch.isfinite(vector.sum()) and not vector.isfinite().all():
+        if not vector.is_cpu:  # where the host would wait for a look
+            out.masked_fill_(vector.isfinite().all().logical_not_(), torch.nan)
+        elif not torch.isfinite(vector.sum()) and not vector.isfinite().all():
             out.fill_(torch.nan)
 
     def put(self, payload: torch.Tensor, out: torch.Tensor, factor: float | None) -> None:

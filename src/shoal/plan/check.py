@@ -49,6 +49,27 @@ def check_text(text: str, workers: int) -> Plan:
     return plan
 
 
+def check_device(plan: Plan, device: str) -> None:
+    """Refuse a plan whose models lie in memory of the host, where workers compute on cards.
+
+    >>> check_device(parse_strategy("zero1 * tp2"), "cuda")
+    >>> check_device(parse_strategy("shared"), "cuda")
+    Traceback (most recent call last):
+    shoal.errors.ConfigError: shared keeps the model in host memory; on cards use ddp, zero1 or zero2.
+    """
+    name = plan.exchange.name
+    if device != "cpu" and exchange.TABLE.look_up(name).in_host_memory:
+        able = [
+            other
+            for other, kind in exchange.TABLE.items()
+            if kind.compresses and kind.promise is Promise.EXACT
+        ]
+        able = [other for other in able if not exchange.TABLE[other].uses_servers]
+        raise ConfigError(
+            f"{name} keeps the model in host memory; on cards use {', '.join(able[:-1])} or {able[-1]}."
+        )
+
+
 def _workers_exist(plan: Plan, workers: int) -> str | None:
     return None if workers >= 1 else f"{plan} needs at least 1 worker; you have {workers}. Use --workers 1."
 

@@ -23,7 +23,7 @@ class Asked:
 
     def rows(self) -> torch.Tensor:
         """All of them, as soon as they are there."""
-        found = torch.empty(len(self.ids), self.dim, dtype=self.dtype)
+        found = torch.empty(len(self.ids), self.dim, dtype=self.dtype, device="cpu")
         for mine, answer in self.parts:
             rows = answer().tensor
             assert rows is not None
@@ -41,7 +41,7 @@ class Known:
 
     @staticmethod
     def of(asked: Asked) -> Known:
-        return Known(asked, torch.ones(len(asked.ids), dtype=torch.bool))
+        return Known(asked, torch.ones(len(asked.ids), dtype=torch.bool, device="cpu"))
 
     def without(self, ids: torch.Tensor) -> Known:
         """Not those of these ids: they have changed since."""

@@ -98,7 +98,7 @@ class Compressed(Reducer):
             for number, code in enumerate(line.codes)
             for key, value in code.state().items()
         }
-        return {"turns": torch.tensor([line.turn for line in self._lines]), **found}
+        return {"turns": torch.tensor([line.turn for line in self._lines], device="cpu"), **found}
 
     def warm_start(self, found: Mapping[str, torch.Tensor]) -> None:
         now = self.warm()
