@@ -29,6 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("train",),
     ("cluster", "testing"),
+    ("selftest",),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""

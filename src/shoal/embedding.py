@@ -102,7 +102,9 @@ class SparseEmbedding(nn.Module):
         if self.ids is None:
             return None
         found = [self._checked(self.ids(batch)).reshape(-1) for batch in batches if batch is not None]
-        together = torch.cat([torch.empty(0, dtype=torch.int64), *(ids.cpu().long() for ids in found)])
+        together = torch.cat(
+            [torch.empty(0, dtype=torch.int64, device="cpu"), *(ids.cpu().long() for ids in found)]
+        )
         unique: torch.Tensor = torch.unique(together)
         return unique
 
@@ -149,7 +151,7 @@ def sum_rows(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[t
     if len(found) < 2:
         return list(found)
     together = torch.unique(torch.cat([ids for ids, _ in found]))
-    total = torch.zeros(len(together), found[0][1].shape[1], dtype=found[0][1].dtype)
+    total = found[0][1].new_zeros(len(together), found[0][1].shape[1])
     for ids, rows in found:
         places = torch.searchsorted(together, ids)
         total.index_copy_(0, places, total.index_select(0, places).add_(rows))

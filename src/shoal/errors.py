@@ -8,6 +8,7 @@ ShoalError
 ├── ServersLost        the parameter servers have ended or cannot be reached; exit code 4
 ├── ServerRefused      a parameter server cannot do what it was asked; exit code 2
 ├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
+├── SelftestFailed     a check of `shoal selftest` failed; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
 
 Each message is a sentence that says what happened, with the numbers, and what to do about it.
@@ -70,6 +71,10 @@ class ServerRefused(ShoalError):
 
 class VerifyFailed(ShoalError):
     """`shoal verify` found a difference, or nothing to compare."""
+
+
+class SelftestFailed(ShoalError):
+    """A check of `shoal selftest` failed, on the user's own machine."""
 
 
 class WorkerFailed(ShoalError):

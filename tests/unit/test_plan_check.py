@@ -56,6 +56,7 @@ REFUSED = [
     ),
     ("ps(backup=2)", 2, "backup=2 leaves 0 of 2 workers to wait for"),
     ("ps(asp, backup=1)", 4, "it takes bsp"),
+    ("ps + powersgd", 2, "powersgd needs the sum of all workers on its way"),
     ("ps + powersgd(2)", 2, "powersgd needs the sum of all workers on its way"),
     ("ps(ssp)", 2, "ssp needs a number of steps, as in ssp=4."),
     ("ps(bsp, ssp=3)", 2, "ssp=3 has no meaning for bsp; leave one out."),

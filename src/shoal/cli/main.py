@@ -11,6 +11,7 @@ import shoal
 from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.list import list_choices
 from shoal.cli.run import run
+from shoal.cli.selftest import selftest
 from shoal.cli.server import server
 from shoal.cli.verify import verify
 from shoal.errors import ShoalError
@@ -27,6 +28,7 @@ _SCRIPT_LAST = {"allow_interspersed_args": False}
 
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command()(verify)
+app.command()(selftest)
 app.command()(server)
 app.command("list")(list_choices)
 

@@ -76,9 +76,12 @@ def refuse_early(job: Job, ahead: bool = True) -> None:
     if chosen is not None:
         # The rules ask every exchange, and so import torch: only where there is something to check.
         with forkable_imports(job):
-            from shoal.plan.check import check_text
+            from shoal.plan.check import check_device, check_text
 
-            check_text(str(chosen), job.size)
+            plan = check_text(str(chosen), job.size)
+            asked = str(job.overrides.get("device", "auto"))
+            # What "auto" finds is the workers' to say: who looks for cards cannot be forked any more.
+            check_device(plan, "cpu" if asked == "auto" else asked)
     if ahead:
         dry_run(job)
 

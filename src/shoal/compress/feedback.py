@@ -39,7 +39,8 @@ class Feedback:
         """Keep what the payload does not say. What is not finite is not kept: it would never go away again."""
         self._code.lose(self.residual, payload, among)
         # A sum is finite if all its parts are, but for very large ones, and it is cheaper than a look at each.
-        if not torch.isfinite(self.residual.sum()):
+        # On a card it is looking that costs: the host would wait.
+        if not self.residual.is_cpu or not torch.isfinite(self.residual.sum()):
             self.residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def reset(self) -> None:

@@ -74,7 +74,8 @@ class Halves(Blockwise):
         than everything else together."""
         if self._lots is None:
             generator = torch.Generator().manual_seed(derive(0, "int4"))
-            lots = torch.rand(2 * self._span, generator=generator).sub_(0.5).mul_(2 * LOT)
+            drawn = torch.rand(2 * self._span, generator=generator, dtype=torch.float32, device="cpu")
+            lots = drawn.sub_(0.5).mul_(2 * LOT)
             self._lots = lots.to(self.layout.device)
         self._at = (self._at + 40_503) % self._span
         return self._lots[self._at : self._at + count]

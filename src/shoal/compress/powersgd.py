@@ -79,7 +79,7 @@ class Factors(Code):
         self._wide = rank * sum(columns for _, _, columns in matrices)
         self._raw = sum(stop - start for start, stop in self._rest)
         self._q: torch.Tensor | None = None
-        nothing = torch.empty(0, dtype=self._dtype)
+        nothing = torch.empty(0, dtype=self._dtype, device=layout.device)
         self._p = self._sent = self._mine = nothing
         """Of this turn: the first payload's sum, orthonormal; the sum of all else; this worker's own Mᵀ P."""
 
@@ -121,6 +121,11 @@ class Factors(Code):
     def decode(self, payload: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         super().decode(payload, out, add)
         for q, new in zip(self._wide_of(self._warm()), self._wide_of(payload), strict=True):
+            if not new.is_cpu:  # the same without a look, for which the host would wait
+                size = new.norm()
+                good = (size > 0).logical_and_(size.isfinite())
+                make_orthonormal(q.copy_(torch.where(good, new, q)))
+                continue
             size = float(new.norm())
             if 0 < size < math.inf:  # else nothing can be learnt from it, and the old one is as good as any
                 make_orthonormal(q.copy_(new))
@@ -159,7 +164,7 @@ class Factors(Code):
         """Q: at first random, the same on all workers."""
         if self._q is None:
             generator = torch.Generator().manual_seed(derive(0, "powersgd"))
-            drawn = torch.randn(self._wide, generator=generator, dtype=self._dtype)
+            drawn = torch.randn(self._wide, generator=generator, dtype=self._dtype, device="cpu")
             self._q = drawn.to(self.layout.device)
             for q in self._wide_of(self._q):
                 make_orthonormal(q)

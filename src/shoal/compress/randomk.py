@@ -49,7 +49,7 @@ class Drawn(Code):
         self._scale = layout.size / max(1, self._count) if scaled else 1.0
         self._turn: int | None = None
         self._ends: torch.Tensor | None = None
-        self._places = torch.empty(0, dtype=torch.int64)
+        self._places = torch.empty(0, dtype=torch.int64, device=layout.device)
 
     def payload(self) -> torch.Tensor:
         return torch.zeros(self._count, dtype=self.layout.dtype, device=self.layout.device)
@@ -69,12 +69,13 @@ class Drawn(Code):
         if turn == self._turn:
             return
         if self._ends is None:
-            self._ends = torch.arange(self._count + 1) * self.layout.size // max(1, self._count)
+            numbers = torch.arange(self._count + 1, device="cpu")
+            self._ends = numbers * self.layout.size // max(1, self._count)
         generator = torch.Generator().manual_seed(derive(0, "randomk", turn))
         size = max(1, self.layout.size)
-        begin = int(torch.randint(size, (1,), generator=generator))
+        begin = int(torch.randint(size, (1,), generator=generator, device="cpu"))
         # That the first of a stretch come a little more often, as 2⁶² is no multiple of its length, nobody can see.
-        places = torch.randint(1 << 62, (self._count,), generator=generator)
+        places = torch.randint(1 << 62, (self._count,), generator=generator, device="cpu")
         places.remainder_(self._ends.diff()).add_(self._ends[:-1]).add_(begin).remainder_(size)
         self._places = places.to(self.layout.device)
         self._turn = turn
@@ -85,7 +86,9 @@ class Drawn(Code):
         if self._scale != 1:
             out.mul_(self._scale)
         # What is not drawn would hide that a step has gone wrong. A sum is cheaper than a look at each, but overflows.
-        if not torch.isfinite(vector.sum()) and not vector.isfinite().all():
+        if not vector.is_cpu:  # where the host would wait for a look
+            out.masked_fill_(vector.isfinite().all().logical_not_(), torch.nan)
+        elif not torch.isfinite(vector.sum()) and not vector.isfinite().all():
             out.fill_(torch.nan)
 
     def put(self, payload: torch.Tensor, out: torch.Tensor, factor: float | None) -> None:

@@ -92,11 +92,11 @@ class Blockwise(Code):
     def _room(self, blocks: int) -> torch.Tensor:
         if self._scratch is None:
             rows = min(self._rows, self._blocks)
-            self._scratch = torch.empty(rows, self.block, device=self.layout.device)
+            self._scratch = torch.empty(rows, self.block, dtype=torch.float32, device=self.layout.device)
         return self._scratch[:blocks]
 
     def _room_for_copies(self, blocks: int) -> torch.Tensor:
         if self._filled is None:
             rows = min(self._rows, self._blocks)
-            self._filled = torch.empty(rows * self.block, device=self.layout.device)
+            self._filled = torch.empty(rows * self.block, dtype=torch.float32, device=self.layout.device)
         return self._filled[: blocks * self.block]

@@ -76,7 +76,7 @@ class Largest(Code):
         chosen = self._choose(vector, turn)
         places, values = self._parts(out)
         places[: len(chosen)].copy_(chosen)
-        places[len(chosen) :].fill_(int(places[0]))
+        places[len(chosen) :].fill_(places[0])
         torch.index_select(vector, 0, chosen, out=values[: len(chosen)])
 
     def put(self, payload: torch.Tensor, out: torch.Tensor, factor: float | None) -> None:
@@ -97,7 +97,8 @@ class Largest(Code):
         """The places of the k largest elements; fewer if the others are 0, or if the sample was a little too high."""
         if self._count == len(vector):
             return torch.arange(len(vector), device=vector.device)
-        if len(vector) <= SMALL:
+        # A threshold lets through as many as it does: on a card the host would wait to know how many.
+        if len(vector) <= SMALL or not vector.is_cpu:
             return self._rank(vector)
         threshold = self._threshold(vector, turn)
         chosen = self._above(vector, threshold)
@@ -119,7 +120,8 @@ class Largest(Code):
         """A size that a little more than the wanted number of elements exceed, judged by a random sample of them."""
         number = min(len(vector) // 4, max(SMALL, int(SAMPLED / self._ratio)))
         generator = torch.Generator().manual_seed(derive(0, "topk", turn))
-        places = torch.randint(len(vector), (number,), generator=generator).to(vector.device)
+        drawn = torch.randint(len(vector), (number,), generator=generator, device="cpu")
+        places = drawn.to(vector.device)
         sizes = vector.index_select(0, places).abs_()
         wanted = number * self._ratio
         above = min(number - 1, round(wanted + SURPLUS * wanted**0.5))

@@ -440,7 +440,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def detached(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """One parameter's optimizer state with every entry as a tensor of its own."""
     return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         for key, value in state.items()
         if value is not None
     }

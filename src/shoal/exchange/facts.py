@@ -41,6 +41,9 @@ class Facts(ABC):
     one_copy: ClassVar[bool] = False
     """True if the workers of a host hold one copy of the parameters between them."""
 
+    in_host_memory: ClassVar[bool] = False
+    """True if models lie in memory that the processes of a host share, where no card computes."""
+
     @classmethod
     @abstractmethod
     def cost(

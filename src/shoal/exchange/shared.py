@@ -18,7 +18,6 @@ import torch
 
 from shoal.compress.base import Compressor
 from shoal.cost import Cost, ModelProfile
-from shoal.errors import ConfigError
 from shoal.exchange.buckets.bucket_cost import (
     adds_slices,
     agreement_cost,
@@ -31,7 +30,7 @@ from shoal.exchange.buckets.bucket_cost import (
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
 from shoal.exchange.buckets.shard_sums import SliceSums, zeros_for
-from shoal.exchange.setup import BucketOptions, Setup
+from shoal.exchange.setup import BucketOptions
 from shoal.types import Promise
 from shoal.world.buckets import Bucket
 from shoal.world.hosts import group_ranks, ranks_by_host
@@ -48,12 +47,8 @@ class Shared(BucketedExchange):
     promise = Promise.EXACT
     takes_own_step = True
     one_copy = True
+    in_host_memory = True
     summary = "one copy of the model per host, in shared memory"
-
-    def __init__(self, setup: Setup, options: BucketOptions) -> None:
-        if setup.world.device.type != "cpu":
-            raise ConfigError("shared keeps the model in host memory; on cards use ddp, zero1 or zero2.")
-        super().__init__(setup, options)
 
     def connect(self, world: World) -> None:
         super().connect(world)

@@ -22,7 +22,7 @@ from shoal.compress.base import Compressor
 from shoal.cost import Cost, ModelProfile, ParameterProfile
 from shoal.errors import ConfigError
 from shoal.exchange.buckets.bucket_cost import agreement_cost
-from shoal.exchange.buckets.norms import root_of_sum, sum_of_squares
+from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.contract import (
     Exchange,
     LocalShard,
@@ -234,7 +234,7 @@ class Zero3(Exchange):
         """On the loss, and on which parameters had a gradient anywhere."""
         used = [float(self._used.get(name, False)) for name in self._learning]
         # One collective for the loss and for who had a gradient. In float64, where counts stay exact up to 2^53.
-        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
+        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64, device="cpu")
         self.world.all_reduce(numbers).wait()
         total, count, *users = numbers.tolist()
         self._used = {name: n > 0 for name, n in zip(self._learning, users, strict=True)}
@@ -277,12 +277,11 @@ class Zero3(Exchange):
             self._used[name] = True
 
     def grad_norm(self) -> float:
-        squares = 0.0
-        for name in self._having():
-            # What is not cut is the same on every owner: one of them counts it.
-            if name in self._rows.parts or self._owners.rank == 0:
-                squares += self._shares.get(name, 1.0) * sum_of_squares([self._gradients[name]])
-        return root_of_sum(squares, self._owners, self._model_world)
+        # What is not cut is the same on every owner: one of them counts it.
+        mine = [name for name in self._having() if name in self._rows.parts or self._owners.rank == 0]
+        squares = squares_of([self._gradients[name] for name in mine])
+        whole = sum(self._shares.get(name, 1.0) * each for name, each in zip(mine, squares, strict=True))
+        return root_of_sum(whole, self._owners, self._model_world)
 
     def apply(self, factor: float, clamp: float | None) -> None:
         for name in self._having():

@@ -21,7 +21,8 @@ from shoal.tensor.cut import TensorOptions
 from shoal.types import Plan, Promise
 
 Rule = Callable[[Plan, int], str | None]
-_TRIAL = Layout(64, torch.float32, torch.device("cpu"))
+_TRIAL = Layout(1 << 40, torch.float32, torch.device("cpu"))
+"""So large that every compressor does on it what it does on large vectors; nothing of it is made."""
 
 
 def check_text(text: str, workers: int) -> Plan:
@@ -46,6 +47,27 @@ def check_text(text: str, workers: int) -> Plan:
         if objection is not None:
             raise ConfigError(objection)
     return plan
+
+
+def check_device(plan: Plan, device: str) -> None:
+    """Refuse a plan whose models lie in memory of the host, where workers compute on cards.
+
+    >>> check_device(parse_strategy("zero1 * tp2"), "cuda")
+    >>> check_device(parse_strategy("shared"), "cuda")
+    Traceback (most recent call last):
+    shoal.errors.ConfigError: shared keeps the model in host memory; on cards use ddp, zero1 or zero2.
+    """
+    name = plan.exchange.name
+    if device != "cpu" and exchange.TABLE.look_up(name).in_host_memory:
+        able = [
+            other
+            for other, kind in exchange.TABLE.items()
+            if kind.compresses and kind.promise is Promise.EXACT
+        ]
+        able = [other for other in able if not exchange.TABLE[other].uses_servers]
+        raise ConfigError(
+            f"{name} keeps the model in host memory; on cards use {', '.join(able[:-1])} or {able[-1]}."
+        )
 
 
 def _workers_exist(plan: Plan, workers: int) -> str | None:

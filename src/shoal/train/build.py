@@ -23,6 +23,7 @@ from shoal.exchange.setup import Setup
 from shoal.optimizer import check_trainable
 from shoal.partition.block import BlockPartition
 from shoal.plan.check import (
+    check_device,
     check_text,
     compressor_of,
     pipeline_options,
@@ -77,6 +78,7 @@ from shoal.world.world import World
 def build(config: RunConfig, world: World, record: str) -> tuple[Plan, StepContext]:
     """Make every part of a step. Every rank calls it."""
     plan = check_text(config.strategy, world.size)
+    check_device(plan, world.device.type)
     adopt_loader(config)
     check_kinds(config)
     mesh = Mesh.ungrouped(world) if uses_servers(plan) else open_mesh(plan, world)

@@ -56,7 +56,7 @@ def _evaluate(
     world, model = parts.world, parts.model
     loader = _open(parts, data, batch)
     measures = {"loss": parts.loss, **metrics}
-    sums = torch.zeros(len(measures), 2, dtype=torch.float64)
+    sums = torch.zeros(len(measures), 2, dtype=torch.float64, device="cpu")
     was_training = model.training
     model.eval()
     try:
@@ -126,11 +126,11 @@ def _measure(parts: StepContext, batch: Batch, measures: Mapping[str, Metric]) -
         else:
             measured = parts.pipeline.measure(batch)
             if measured is None:
-                return torch.zeros(len(measures), 2, dtype=torch.float64)
+                return torch.zeros(len(measures), 2, dtype=torch.float64, device="cpu")
             output, batch = measured
         for name, measure in measures.items():
             if name != "loss":  # only a loss knows what to do with logits that are cut
                 output = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, output)
             total, count = as_sum_and_count(measure(output, batch), batch)
             rows.append([float(total), count])
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")

@@ -21,6 +21,7 @@ from shoal.train.step_context import StepContext
 from shoal.train.technique.loss import as_sum_and_count, check_gradient
 from shoal.train.technique.penalty import add_penalty
 from shoal.train.technique.split_check import FirstLoss, does_not_split, unseen
+from shoal.world.devices import fetch
 
 
 def run_passes(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
@@ -116,7 +117,7 @@ def _accumulate(context: StepContext, step: int, portion: Portion, weight: float
         context.exchange.backward(total, weight if counts else 0.0, last=i == last)
         if not counts:
             context.presence.see(True)
-    return Tally(sum([loss.item() for loss in losses]), count)
+    return Tally(sum(fetch(losses)), count)
 
 
 def forward(context: StepContext, batch: Batch) -> tuple[torch.Tensor, float]:

@@ -40,6 +40,7 @@ from shoal.train.model.random_streams import RandomStreams
 from shoal.train.model.sync_batchnorm import Presence
 from shoal.train.technique.loss import Loss, as_sum_and_count, check_gradient
 from shoal.train.technique.precision import Precision
+from shoal.world.devices import fetch
 from shoal.world.world import World
 
 
@@ -56,7 +57,8 @@ class Microbatch:
     step: int
     number: int
     """Among all micro-batches of the step."""
-    total: float = 0.0
+    loss: torch.Tensor | None = None
+    """Where it was computed, until all micro-batches are through: to look at it would hold up the schedule."""
     count: float = 0.0
 
 
@@ -113,7 +115,7 @@ class StageRunner(nn.Module):
             total, count = as_sum_and_count(job.loss(output, load.batch), load.batch)
         check_gradient(total)
         if load.counts:
-            load.total = float(total.detach())
+            load.loss = total.detach()
             load.count = count
         return total
 
@@ -232,7 +234,10 @@ class Pipelined:
             for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True))
         ]
         self._check_shapes(job.loads)
-        weights = [torch.tensor(weight if load.counts else 0.0, dtype=self._loss_dtype) for load in job.loads]
+        weights = [
+            torch.tensor(weight if load.counts else 0.0, dtype=self._loss_dtype, device=job.device)
+            for load in job.loads
+        ]
         first = 0 in self._chunks
         for stage in self._stages:  # what the runtime's own `step` does, which would cut batches by itself
             stage.has_backward = True
@@ -243,7 +248,7 @@ class Pipelined:
                     self._runtime,
                     # Stages find their batch by the number of the micro-batch; what torch passes as input is a
                     # placeholder.
-                    [(torch.zeros(1),) if first else () for _ in weights],
+                    [(self._nothing(),) if first else () for _ in weights],
                     [{"micro": i} for i in range(len(weights))],
                     weights,
                 )
@@ -259,7 +264,8 @@ class Pipelined:
         # Before `collect`: what goes into buckets is the sum over the stages that share a weight.
         self._sum_ties()
         self._exchange.collect()
-        tally = Tally(sum(load.total for load in job.loads), sum(load.count for load in job.loads))
+        losses = fetch([load.loss for load in job.loads if load.loss is not None])
+        tally = Tally(sum(losses, 0.0), sum(load.count for load in job.loads))
         job.loads = []
         return tally
 
@@ -268,7 +274,7 @@ class Pipelined:
         job, world = self._job, self._world
         job.loads = [job.load(batch, True, 0, 0)]
         job.measures = True
-        output, carried = None, torch.zeros(1)
+        output, carried = None, self._nothing()
         for number in range(self._schedule.stages_per_rank * world.size):
             owner = self._schedule.rank_of(number, world.size)
             if number in self._chunks:
@@ -291,11 +297,15 @@ class Pipelined:
     def _example(self, number: int) -> torch.Tensor:
         """What leaves stage `number`, as a tensor without memory."""
         if number < 0:
-            return torch.zeros(1)
+            return self._nothing()
         if number == len(self._passed):
             return torch.empty((), dtype=self._loss_dtype, device="meta", requires_grad=True)
         shape, dtype = self._passed[number]
         return torch.empty((self._size, *shape), dtype=dtype, device="meta", requires_grad=True)
+
+    def _nothing(self) -> torch.Tensor:
+        """What torch's runtime passes to the first stage, which takes its inputs from the batch."""
+        return torch.zeros(1, dtype=torch.float32, device=self._job.device)
 
     def _check_shapes(self, loads: Sequence[Microbatch]) -> None:
         for load in loads:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal.errors import ConfigError
+
+ON_CARDS = "cpu:gloo,cuda:nccl"
+"""Of any group on cards: a few numbers a step are agreed on from host memory."""
+
+
+def fetch(values: Sequence[torch.Tensor]) -> list[float]:
+    """Numbers that lie where they were computed, in one transfer: the host waits for a card once.
+
+    >>> fetch([torch.tensor(0.5), torch.tensor(2)])
+    [0.5, 2.0]
+    """
+    if len(values) < 2 or all(value.is_cpu for value in values):
+        return [float(value) for value in values]
+    found: list[float] = torch.stack([value.double() for value in values]).tolist()
+    return found
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -28,13 +45,17 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 def small_backend(device: torch.device) -> str:
     """The backend of a group that is cut from the workers of a job."""
-    return "nccl" if device.type == "cuda" else "shoal"
+    return ON_CARDS if device.type == "cuda" else "shoal"
 
 
 def whole_backend(name: str, device: torch.device) -> str:
     """The backend of the group of all workers, from what `Run(backend=)` says."""
-    if name in ("auto", "nccl") and device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"  # a few numbers a step are agreed on from host memory
+    if device.type == "cuda":
+        if name not in ("auto", "nccl"):
+            raise ConfigError(
+                f"backend '{name}' is for memory of the host, and this run is on cards; use backend='auto'."
+            )
+        return ON_CARDS
     if name == "auto":
         return "shoal"
     if name == "nccl":

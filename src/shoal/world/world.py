@@ -254,12 +254,12 @@ class World:
     def barrier(self) -> None:
         """Wait until everybody is here."""
         if self.group is not None:
-            self.all_reduce(torch.zeros(1)).wait()
+            self.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
 
     def gather_numbers(self, mine: Sequence[float]) -> torch.Tensor:
         """A float64 table with one row per rank."""
-        table = torch.zeros(self.size, len(mine), dtype=torch.float64)
-        table[self.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = torch.zeros(self.size, len(mine), dtype=torch.float64, device="cpu")
+        table[self.rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         self.all_reduce(table).wait()  # every other row is zero, so the sum is exact
         return table
 
@@ -272,9 +272,9 @@ class World:
         sizes = self.gather_numbers([text.numel()])[:, 0].to(torch.int64).tolist()
         longest = max(sizes)
         # all_gather takes equal parts.
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: text.numel()] = text
-        table = torch.zeros(self.size * longest, dtype=torch.uint8)
+        table = torch.zeros(self.size * longest, dtype=torch.uint8, device="cpu")
         self.all_gather(table, padded).wait()
         rows = table.view(self.size, longest)
         return [json.loads(bytes(rows[r, : int(n)].tolist())) for r, n in enumerate(sizes)]

@@ -30,7 +30,7 @@ import torch
 from shoal.exchange.buckets.backward_order import ForwardOrder
 from shoal.exchange.buckets.frozen import check_frozen, mark_frozen
 from shoal.exchange.buckets.gradient_buckets import GradientBuckets
-from shoal.exchange.buckets.norms import root_of_sum, sum_of_squares
+from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.optimizer_state import Kept, cut_state, join_state
 from shoal.exchange.contract import (
     Exchange,
@@ -253,7 +253,7 @@ class BucketedExchange(Exchange):
         if not all(used):
             mark_frozen(used, self._gradient_buckets.names, self.trained, self.world.size)
         # float64: in float32 a count above 2^24 is not exact any more.
-        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64)
+        numbers = torch.tensor([tally.total, tally.count, *used], dtype=torch.float64, device="cpu")
         # `used` must be agreed on: an optimizer that skips a parameter on one rank only would let replicas drift apart.
         agreed = self.world.all_reduce(numbers)  # its latency hides behind the last buckets
         self._gradient_buckets.wait()
@@ -283,8 +283,10 @@ class BucketedExchange(Exchange):
         mine = []
         for bucket, result, (start, _) in zip(self.buckets, self._results, self.ranges, strict=True):
             low, high = slice_of(bucket, self.owners.size, self.owners.rank)
-            mine.append(bucket.share * sum_of_squares([result[low - start : high - start]]))
-        return root_of_sum(sum(mine), self.owners, self._model_world)
+            mine.append(result[low - start : high - start])
+        shares = zip(self.buckets, squares_of(mine), strict=True)
+        whole = sum([bucket.share * squares for bucket, squares in shares])
+        return root_of_sum(whole, self.owners, self._model_world)
 
     def apply(self, factor: float, clamp: float | None) -> None:
         for (piece, target), gradient in zip(self.pieces, self._gradients_of_pieces, strict=True):

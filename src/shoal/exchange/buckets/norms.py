@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from shoal.world.devices import fetch
 from shoal.world.world import World
 
 
@@ -19,5 +20,10 @@ def root_of_sum(squares: float, owners: World, model_world: World) -> float:
 
 def sum_of_squares(vectors: Iterable[torch.Tensor]) -> float:
     """Σ v² in double precision over the vectors' own norms."""
-    norms = [float(torch.linalg.vector_norm(v)) for v in vectors]
-    return sum(norm * norm for norm in norms)  # not ** 2, which raises where a product is infinite
+    return sum(squares_of(vectors))
+
+
+def squares_of(vectors: Iterable[torch.Tensor]) -> list[float]:
+    """Σ v² of each vector."""
+    norms = fetch([torch.linalg.vector_norm(v) for v in vectors])
+    return [norm * norm for norm in norms]  # not ** 2, which raises where a product is infinite

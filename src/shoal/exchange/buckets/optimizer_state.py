@@ -92,7 +92,7 @@ def _present(kept: Kept, local: ByPiece) -> set[str]:
 
 def _join_each(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: State) -> None:
     for bucket in kept.buckets:
-        vector = torch.zeros(bucket.size, dtype=dtype)
+        vector = torch.zeros(bucket.size, dtype=dtype, device="cpu")
         for place in bucket.places:
             for piece, entries in local.get(place.name, []):
                 if key in entries:
@@ -115,4 +115,4 @@ def _join_one(kept: Kept, key: str, dtype: torch.dtype, local: ByPiece, whole: S
     # One number a parameter (a count of steps): equal wherever it is known, so the maximum is it.
     rows = kept.owners.gather_numbers([mine(name) for name in kept.shapes])
     for name, value in zip(kept.shapes, rows.amax(0).tolist(), strict=True):
-        whole[name][key] = torch.tensor(value, dtype=dtype)
+        whole[name][key] = torch.tensor(value, dtype=dtype, device="cpu")

@@ -211,7 +211,10 @@ class Tables(RowTables):
         self._staged = []
         for name, table in self._tables.items():
             taken, self._taken[name] = self._taken[name], []
-            nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, table.terms.dim, dtype=table.dtype)
+            nothing = (
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                torch.empty(0, table.terms.dim, dtype=table.dtype, device="cpu"),
+            )
             ids, gradient = (sum_rows(taken) or [nothing])[0]
             self._staged.append(gradient)
             self._own[name] = ids
@@ -253,7 +256,7 @@ class Tables(RowTables):
         """Piece by piece, those of a table by ascending ids wherever they are; of an empty one, no rows."""
         for name, table in self._tables.items():
             names = [column for column, _, _ in table.layout]
-            yield name, {n: torch.empty(0, w, dtype=t) for n, t, w in table.layout}
+            yield name, {n: torch.empty(0, w, dtype=t, device="cpu") for n, t, w in table.layout}
             for columns in merge([self._dump(table, shard) for shard in table.shards]):
                 yield name, dict(zip(names, columns, strict=True))
 

@@ -23,7 +23,7 @@ class RowRequest:
 
     def rows(self) -> torch.Tensor:
         """All of them, as soon as they are there."""
-        found = torch.empty(len(self.ids), self.dim, dtype=self.dtype)
+        found = torch.empty(len(self.ids), self.dim, dtype=self.dtype, device="cpu")
         for mine, answer in self.parts:
             rows = answer().tensor
             assert rows is not None
@@ -41,7 +41,7 @@ class PrefetchedRows:
 
     @staticmethod
     def of(request: RowRequest) -> PrefetchedRows:
-        return PrefetchedRows(request, torch.ones(len(request.ids), dtype=torch.bool))
+        return PrefetchedRows(request, torch.ones(len(request.ids), dtype=torch.bool, device="cpu"))
 
     def without(self, ids: torch.Tensor) -> PrefetchedRows:
         """Not those of these ids: they have changed since."""

@@ -92,7 +92,7 @@ class Scatters:
             self._next += 1
             self._send(name, *self._came[name])
             # The name stays, to tell a second gradient; the first one must not stay in memory until `settle`.
-            self._came[name] = (self._came[name][0], torch.empty(0))
+            self._came[name] = (self._came[name][0], self._came[name][0].new_empty(0))
 
     def _send(self, name: str, out: torch.Tensor, whole: torch.Tensor) -> None:
         self.make_room()

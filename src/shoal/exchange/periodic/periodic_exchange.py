@@ -32,7 +32,7 @@ from shoal.exchange.buckets.bucket_cost import (
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
 from shoal.exchange.buckets.frozen import compare_frozen, frozen_sum
-from shoal.exchange.buckets.norms import root_of_sum, sum_of_squares
+from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.shard_sums import zeros_for
 from shoal.exchange.contract import (
     ExtraState,
@@ -211,8 +211,9 @@ class Periodic(BucketedExchange):
         return super().finish(tally)
 
     def grad_norm(self) -> float:
-        squares = sum(b.share * sum_of_squares([self._gradients[b.index]]) for b in self.buckets)
-        return root_of_sum(squares, self.world, self._model_world)
+        squares = squares_of([self._gradients[b.index] for b in self.buckets])
+        whole = sum(b.share * each for b, each in zip(self.buckets, squares, strict=True))
+        return root_of_sum(whole, self.world, self._model_world)
 
     def hand_out(self) -> None:
         """After a step: meet, if it is time or the others call."""

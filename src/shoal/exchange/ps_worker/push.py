@@ -86,7 +86,7 @@ class Outgoing:
         elif not there:
             self._place_gradients(buckets)
         if not self._vectors:
-            self._vectors = [torch.zeros(bucket.size, dtype=bucket.dtype) for bucket in buckets]
+            self._vectors = [torch.zeros(bucket.size, dtype=bucket.dtype, device="cpu") for bucket in buckets]
         self.gradients = self._vectors if device.type == "cpu" else [v.to(device) for v in self._vectors]
         """The vectors that gradients are written into."""
 

@@ -112,7 +112,7 @@ class Transfer:
         }
         whole = None
         if each:
-            whole = torch.zeros(shard.size, dtype=first.dtype)
+            whole = torch.zeros(shard.size, dtype=first.dtype, device="cpu")
             for index, tensor in having.items():
                 piece, value = shard.pieces[index], tensor.reshape(-1)
                 start = piece.start - shard.start
@@ -216,7 +216,7 @@ class Transfer:
             parameter = named[piece.name]
             state = optimizer.state[parameter]
             if entry["values"] is not None:
-                state[entry["key"]] = torch.tensor(entry["values"][at], dtype=dtype)
+                state[entry["key"]] = torch.tensor(entry["values"][at], dtype=dtype, device="cpu")
                 continue
             if entry["key"] not in state:
                 plain = torch.contiguous_format

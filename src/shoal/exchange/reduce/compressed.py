@@ -109,7 +109,10 @@ class Compressed(Reducer):
             for number, code in enumerate(compressed.codes)
             for key, value in code.state().items()
         }
-        return {"turns": torch.tensor([compressed.turn for compressed in self._buckets]), **found}
+        return {
+            "turns": torch.tensor([compressed.turn for compressed in self._buckets], device="cpu"),
+            **found,
+        }
 
     def warm_start(self, found: Mapping[str, torch.Tensor]) -> None:
         now = self.warm()

@@ -85,7 +85,7 @@ def is_linear(hook: Hook, like: Tensor) -> bool:
     (True, False)
     """
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(like.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    a, b = (torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2))
     kind = like.dtype if like.is_floating_point() else torch.float32
     made = []
     with torch.no_grad():

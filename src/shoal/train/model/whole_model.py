@@ -136,7 +136,7 @@ def spread(world: World, mine: Mapping[str, torch.Tensor]) -> Tensors:
             value = (
                 mine[name].contiguous()
                 if here
-                else torch.empty(shape, dtype=getattr(torch, dtype)).to(world.device)
+                else torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
             )
             if value.numel():
                 world.broadcast(value, source).wait()

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange
 from shoal.exchange.setup import Setup
 from shoal.optimizer import check_trainable
-from shoal.plan.check import check_text, promise_of
+from shoal.plan.check import check_device, check_text, promise_of
 from shoal.report.meter import Meter
 from shoal.train.balancing.balance_rules import balance_of
 from shoal.train.build import make_feed, open_data, open_mesh, prepare_layers, reconcile_buffers
@@ -47,6 +47,7 @@ _NO_GATHER = "a step of your own cannot; a run with loss= can."
 def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, StepContext]:
     """Make every part of a step of the user's own. Every rank calls it."""
     plan = check_text(config.strategy, world.size)
+    check_device(plan, world.device.type)
     check_own_step(config, plan)
     mesh = open_mesh(plan, world)
     check_numbers(config, plan, mesh)

@@ -246,7 +246,7 @@ class OwnStep:
         means = {f"loss/{name}": sum(found) / len(found) for name, found in self._losses.items()}
         loss = sum(means.values()) if means else math.nan
         if names:
-            numbers = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
+            numbers = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu")
             self._context.mesh.data.all_reduce(numbers).wait()
             rows = zip(names, numbers.tolist(), strict=True)
             means |= {name: total / count if count else math.nan for name, (total, count) in rows}

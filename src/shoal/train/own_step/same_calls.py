@@ -36,7 +36,7 @@ class SameCalls:
             return count
         self._made.append(call)
         code = xxhash.xxh3_64_intdigest("\n".join(self._made).encode()) >> (64 - _BITS)
-        numbers = torch.tensor([count, code, code * code], dtype=torch.float64)
+        numbers = torch.tensor([count, code, code * code], dtype=torch.float64, device="cpu")
         self._world.all_reduce(numbers).wait()
         total, codes, squares = numbers.tolist()
         size = self._world.size

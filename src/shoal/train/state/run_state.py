@@ -215,7 +215,9 @@ def _optimizer(whole: Whole, holdings: Holdings) -> Iterator[tuple[Holding, torc
             continue
         for key, given in state[target.tensor].items():
             if given is not None:
-                value = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(given)
+                value = (
+                    given.detach() if isinstance(given, torch.Tensor) else torch.tensor(given, device="cpu")
+                )
                 yield _holding(whole, holdings, f"optimizer/{key}/{target.name}", target, value), value
 
 

@@ -35,7 +35,7 @@ class TrainingMetrics:
         self._group = mesh.model if local else mesh.world
         self._copies = mesh.tensor.size
         """So many workers measure the same samples."""
-        self._sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
+        self._sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device="cpu")
 
     def watch(self, loss: Loss, presence: Present) -> Loss:
         """The same loss, which also measures."""
@@ -69,7 +69,7 @@ class TrainingMetrics:
         for row, metric in zip(self._sums, self._metrics.values(), strict=True):
             total, count = as_sum_and_count(metric(output, batch), batch, "a metric")
             if counts:
-                row += torch.tensor([float(total), count], dtype=torch.float64)
+                row += torch.tensor([float(total), count], dtype=torch.float64, device="cpu")
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:

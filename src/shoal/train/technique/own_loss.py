@@ -37,7 +37,7 @@ def all_labels(labels: Tensor) -> Tensor:
 
 def rows(labels: Tensor) -> Tensor:
     """Samples."""
-    return torch.tensor(labels.shape[0])
+    return torch.tensor(labels.shape[0], device="cpu")
 
 
 Count = Callable[[Tensor], Tensor]

@@ -71,7 +71,7 @@ class Staging:
         self._half = 0
         self._areas: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
-        self._scratch = torch.empty(CHUNK_SUM, dtype=torch.uint8)
+        self._scratch = torch.empty(CHUNK_SUM, dtype=torch.uint8, device="cpu")
 
     def is_one_round(self, nbytes: int) -> bool:
         """Whether a collective that stages `nbytes` per pair of ranks is over after one round."""
@@ -248,7 +248,9 @@ class Staging:
         most = max(piece.numel() for piece in inputs)
         if uneven:
             areas = self._next(torch.int64)
-            areas[self.rank][: 2 * self.size] = torch.tensor([piece.numel() for piece in (*inputs, *outputs)])
+            areas[self.rank][: 2 * self.size] = torch.tensor(
+                [piece.numel() for piece in (*inputs, *outputs)], device="cpu"
+            )
             yield None
             table = torch.stack([area[: 2 * self.size] for area in areas])
             sent, expected = table[:, : self.size], table[:, self.size :].t()

@@ -103,7 +103,7 @@ class SharedRegion:
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """A flat tensor of `count` elements from byte `offset` on; all ranks see what is written."""
         if count == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # torch keeps the object it was given, but does not tell it so: without the view, `close` would unmap.
         return torch.frombuffer(memoryview(self._open), dtype=dtype, count=count, offset=offset)
 

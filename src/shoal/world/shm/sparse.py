@@ -16,7 +16,7 @@ def all_reduce(ops: Staging, tensor: Tensor) -> Rounds:
     """`tensor` of every rank becomes the sum of all, in rank order, whatever elements each has."""
     mine = tensor.detach().coalesce()
     axes = [mine.values().shape[0], mine.sparse_dim(), *mine.shape]
-    shape = torch.tensor(axes + [-1] * (_AXES - len(axes)))
+    shape = torch.tensor(axes + [-1] * (_AXES - len(axes)), device="cpu")
     shapes = [torch.empty_like(shape) for _ in range(ops.size)]
     yield from _gather(ops, shapes, shape)
     if any(not torch.equal(other[1:], shape[1:]) for other in shapes):
@@ -24,7 +24,7 @@ def all_reduce(ops: Staging, tensor: Tensor) -> Rounds:
             f"a sparse all_reduce got tensors of other shapes: {[other[other >= 0].tolist()[2:] for other in shapes]}."
         )
     counts = [int(other[0]) for other in shapes]
-    indices = [torch.empty(mine.sparse_dim(), count, dtype=torch.int64) for count in counts]
+    indices = [torch.empty(mine.sparse_dim(), count, dtype=torch.int64, device="cpu") for count in counts]
     yield from _gather(ops, indices, mine.indices())
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
     yield from _gather(ops, values, mine.values())
