@@ -136,7 +136,7 @@ def with_verbs(command: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def names_of(parameter: Any) -> list[str]:
-    """How an option is written, its opposite too, as --no-scout."""
+    """How an option is written, its opposite too, as --no-dry-run."""
     return [*parameter.opts, *parameter.secondary_opts]
 
 

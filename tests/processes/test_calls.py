@@ -73,7 +73,7 @@ def test_one_rank_calls_alone(tmp_path: Path) -> None:
     for number, (strategy, (backend, middle, call)) in enumerate(ONE.items()):
         folder = tmp_path / str(number)
         script = program(folder, strategy, middle, backend=backend)
-        words = ("-m", "shoal", "run", "--no-scout", "--workers", "2", script)
+        words = ("-m", "shoal", "run", "--no-dry-run", "--workers", "2", script)
         begun.append((folder, start(folder, *words), f"rank 0|{call}|{middle}"))  # they mostly wait
     for folder, process, first in begun:
         differ(folder, finish(process), first, "rank 1|has gone on to step 4|in run.steps")

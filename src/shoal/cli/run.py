@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.cluster.dry_run import scout
+from shoal.cluster.dry_run import try_model
 from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.cluster.stalls import HANG_SECONDS
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
@@ -36,9 +37,15 @@ def run(
     hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
-    ahead: Annotated[
+    hang_limit: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="After this a worker that hangs ends the run; 0: never."),
+    ] = HANG_SECONDS,
+    dry_run: Annotated[
         bool,
-        typer.Option("--scout/--no-scout", help="Try a model that tpN or ppN divides in one process first."),
+        typer.Option(
+            "--dry-run/--no-dry-run", help="Build a model that tpN or ppN divides in one process first."
+        ),
     ] = True,
 ) -> None:
     """Run a script in several workers. No line of the script changes.
@@ -59,13 +66,14 @@ def run(
         hosts=hosts,
         host=host,
         at=at,
+        hang_limit=hang_limit,
     )
-    refuse_early(job, ahead)
+    refuse_early(job, dry_run)
     run_job(job)
 
 
-def refuse_early(job: Job, ahead: bool = True) -> None:
-    """Refuse what can be refused before the workers start; `ahead`: what one process sees of the model too."""
+def refuse_early(job: Job, dry_run: bool = True) -> None:
+    """Refuse what can be refused before the workers start; `dry_run`: what one process sees of the model too."""
     check(job)
     chosen = job.overrides.get("strategy")
     if chosen is not None:
@@ -74,8 +82,8 @@ def refuse_early(job: Job, ahead: bool = True) -> None:
             from shoal.plan.check import check_text
 
             check_text(str(chosen), job.size)
-    if ahead:
-        scout(job)
+    if dry_run:
+        try_model(job)
 
 
 def default_workers() -> int:

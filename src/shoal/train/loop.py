@@ -26,6 +26,7 @@ from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import StopRequest
 from shoal.types import StepReport
+from shoal.world.progress_page import Phase, ProgressPage
 
 Decided = tuple[object, object, object]
 
@@ -50,6 +51,11 @@ class Loop:
         """The progress bar and the event log."""
         return Journal(self.log, self.header, self.progress_bar, self.context.world.rank == 0)
 
+    @property
+    def page(self) -> ProgressPage:
+        """Where a launcher reads how far this worker is."""
+        return self.context.meter.page
+
     def steps(self, how_long: int | str, progress: Progress) -> Iterator[StepReport]:
         """Train until `how_long` is reached, yielding a report after each step; goes on from `progress`."""
         exchange = self.context.exchange
@@ -59,7 +65,9 @@ class Loop:
         try:
             with stop:
                 yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
+                self.page.enter(Phase.SAVING)
                 self.checkpoints.finish()
+                self.page.enter(Phase.ENDED)
             if stop.number:
                 stop.leave()
         except GeneratorExit:  # the user has had enough
@@ -89,6 +97,7 @@ class Loop:
                 work.final_sync()
             return
         calls.ended = False
+        self.page.begin_loop()
         journal.open(total)
         try:
             done = False
@@ -119,6 +128,7 @@ class Loop:
                 due = work.saves and self.checkpoints.due(report.number, last)
                 saved = self._save(progress, report.number) if due else None
                 yield report
+                self.page.enter(Phase.EXCHANGING)  # until the next step is given to this worker
                 if self._after_body(progress, report.number, due, saved, stop):
                     break
             calls.ended = True
@@ -160,7 +170,10 @@ class Loop:
 
     def _save(self, progress: Progress, step: int) -> Decided:
         """Begin a checkpoint. Before the loop's body, which may never come to its end; and again if it has decided."""
+        before = self.page.phase
+        self.page.enter(Phase.SAVING)
         self.checkpoints.begin(f"step-{step}", replace(progress, step=step))
+        self.page.enter(before)
         return self._decided(progress)
 
     def _decided(self, progress: Progress) -> Decided:
@@ -172,6 +185,7 @@ class Loop:
     def _leave(self, progress: Progress, stop: StopRequest) -> None:
         """A signal has asked for it: save, say what was saved, and end."""
         name = f"step-{progress.step}"
+        self.page.enter(Phase.SAVING)
         if not self.checkpoints.due(progress.step, last=False):  # else it is being written
             self.checkpoints.save(name, progress)
         self.checkpoints.wait()
@@ -179,6 +193,7 @@ class Loop:
         self.journal.say(
             f"stopped after step {progress.step}; saved {where}; the same command goes on from there"
         )
+        self.page.enter(Phase.ENDED)
         stop.leave()
 
     def _say_nothing_is_left(self, goal: Goal, progress: Progress) -> None:

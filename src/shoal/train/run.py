@@ -35,12 +35,13 @@ from shoal.train.state.checkpoints import BEST, CheckpointConfig, Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_better
 from shoal.train.technique.gradients import OnGradients, check_gradients
-from shoal.train.technique.journal import check_values
+from shoal.train.technique.journal import Header, check_values
 from shoal.train.technique.metrics import Metric
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import Launch, from_environment
+from shoal.world.progress_page import Phase, ProgressPage
 from shoal.world.world import World
 
 
@@ -77,6 +78,8 @@ class Run(RunConfig):
             device = choose_device(self.device, launch.local_rank)
             print(answer(config, launch.question, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
+        page = ProgressPage(launch.progress)
+        page.enter(Phase.BUILDING)
         self.world = _join(config, launch)
         atexit.register(self.world.close)
         agree_on_settings(vars(config), self.world)
@@ -85,9 +88,10 @@ class Run(RunConfig):
                 print(f"shoal: {sentence}", file=sys.stderr)
         make = build if config.step is None else build_own_step
         self.plan, self._context = make(config, self.world, launch.record)
+        self._context.meter.page = page
         if launch.still:
             self._context.model.eval()
-        self._calls = Calls.of(self.world, self._context.exchange)
+        self._calls = Calls.of(self.world, self._context.exchange, page)
         if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
         self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
@@ -96,13 +100,7 @@ class Run(RunConfig):
             self.schedule,
             self._checkpoints,
             _log_folder(config),
-            {
-                "strategy": str(self.plan),
-                "workers": self.world.size,
-                "precision": self.precision,
-                "version": shoal.__version__,
-                **self._skew(),
-            },
+            self._header(),
             self.progress,
             self.schedule_every,
             launch.finishing,
@@ -116,6 +114,7 @@ class Run(RunConfig):
             self._progress.early_stop = early_stop
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
+        page.enter(Phase.BETWEEN)
         atexit.register(self._checkpoints.wait)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
@@ -278,6 +277,16 @@ class Run(RunConfig):
                 raise ConfigError(f"--set {key}={value}: it should be {wanted}.") from None
         steps = overrides.get("steps")
         return str(steps) if isinstance(steps, float) else steps
+
+    def _header(self) -> Header:
+        """What the event log begins with."""
+        return {
+            "strategy": str(self.plan),
+            "workers": self.world.size,
+            "precision": self.precision,
+            "version": shoal.__version__,
+            **self._skew(),
+        }
 
     def _skew(self) -> dict[str, str | float]:
         """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""

@@ -74,6 +74,8 @@ class Checkpoints:
         self._copiers: list[Copier] = []
         self._holdings: Holdings = {}
         self._remotes: list[Remote] = []
+        self._steps: dict[str, int] = {}
+        """By name, after how many steps a checkpoint was begun."""
         root = config.root
         if root is None:
             return
@@ -91,6 +93,7 @@ class Checkpoints:
         if context.savers.rank == 0:
             self._copiers = [Copier(remote, config.keep) for remote in self._remotes]
         self._saver = Saver(context.savers, root, self._committed, self._peers)
+        context.meter.page.keeps(str(root))
 
     def _check_remotes(self, root: Path) -> None:
         """A mistyped address is refused; one that cannot be reached now is no reason not to go on from the folder."""
@@ -220,6 +223,7 @@ class Checkpoints:
     def take_over(self, reader: Reader) -> Progress:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
         context, state = self._context, reader.manifest.state
+        context.meter.page.saved(reader.manifest.step)
         restore(context.whole, reader)
         restore_rows(context.whole, reader)
         if state["optimizer"] is not None:
@@ -274,6 +278,7 @@ class Checkpoints:
 
     def _facts(self, name: str, progress: Progress) -> Facts:
         context = self._context
+        self._steps[name] = progress.step
         orders: list[list[str]] = context.mesh.model.gather_values(list(context.exchange.order))
         state: dict[str, object] = {
             "optimizer": context.exchange.optimizer_kind,
@@ -316,6 +321,7 @@ class Checkpoints:
 
     def _committed(self, folder: Path) -> None:
         """On rank 0, in the saver's thread."""
+        self._context.meter.page.saved(self._steps.pop(folder.name, 0))
         for copier in self._copiers:
             copier.add(folder)
         busy = {name for copier in self._copiers for name in copier.busy()}
