@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import multiprocessing.process
-import multiprocessing.util
 import os
 import shutil
 import signal
@@ -213,7 +212,6 @@ def _begin_worker(users: WorkerInit | None, parent: int, number: int) -> None:
 
 def _end_with_parent(number: int, frame: FrameType | None) -> NoReturn:
     del number, frame
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if temporary and os.path.basename(temporary).startswith("pymp-"):
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,7 +11,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum
-from math import log2
+from math import floor, log2
 from time import monotonic
 
 BYTES = 4096
@@ -156,7 +156,7 @@ class ProgressPage:
         """A step was completed in so many seconds."""
         slots = self._slots
         if slots[_DONE]:
-            bucket = int(_PER_OCTAVE * log2(seconds)) if seconds > 0 else -_MIDDLE
+            bucket = floor(_PER_OCTAVE * log2(seconds)) if seconds > 0 else -_MIDDLE
             slots[_HISTOGRAM + min(max(bucket + _MIDDLE, 0), _BUCKETS - 1)] += 1
         slots[_DONE] += 1
 
