@@ -48,7 +48,7 @@ INNER_LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("discovery",),
     ),
     "exchange": (
-        ("local_tensor", "row_tables", "facts"),
+        ("local_tensor", "row_tables", "facts", "frozen"),
         ("contract",),
         ("setup",),
         ("reduce",),
@@ -65,7 +65,7 @@ cycles are forbidden. Copies of checkpoints and what saves them go together, so 
 
 SEEN_BY = {
     "exchange": {"server": {"client", "protocol", "discovery", "rows", "transport"}},
-    "train": {"exchange": {"contract", "setup", "__init__", "local_tensor", "row_tables"}},
+    "train": {"exchange": {"contract", "setup", "__init__", "local_tensor", "row_tables", "frozen"}},
 }
 """Which rooms of a lower folder a higher one may enter, where that is not all of them."""
 

@@ -112,8 +112,13 @@ def test_a_script_that_raises_on_one_rank(tmp_path: Path) -> None:
         # Nobody waits for a deadline of the others' collectives; a busy machine may take its time to end processes.
         assert late < 20.0, f"it took {late:.1f} s to end all"
     lines = done.err.splitlines()
-    assert lines[0] == "shoal: worker 1 of 2 failed:"
-    assert lines[-1] == "KeyError: 'missing'"
+    assert re.fullmatch(
+        r"shoal: worker 1 of 2 \(host .*, pid \d+\) failed after step 3, in the script's own code:", lines[0]
+    )
+    assert lines[-2:] == [
+        "KeyError: 'missing'",
+        "shoal: Nothing was saved: with checkpoint=FOLDER and checkpoint_every=N the same command would go on.",
+    ]
     assert re.search(r'File ".*train.py", line \d+, in <module>', done.err)
     assert "PeerLost" not in done.err
 

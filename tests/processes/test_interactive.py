@@ -113,7 +113,7 @@ def test_a_prompt(session: Session, tmp_path: Path) -> None:
     assert session.type(close).strip() == "True 5"
 
     failed = session.type("shoal.launch(bad, workers=2)")
-    assert "of 2 failed" in failed
+    assert re.search(r"worker \d of 2 \(host .*\) failed", failed)
     assert "ZeroDivisionError: of my own" in failed
     assert "src/shoal" not in failed
     refused = session.type("shoal.launch(train, 3, open('/dev/null'), workers=2)")
@@ -164,7 +164,7 @@ def test_a_notebook(tmp_path: Path) -> None:
     assert both is not None, done.out
     assert eval(both[2]) == pytest.approx(eval(both[1]), rel=1e-5)
     said = done.out.partition("before\n")[2]
-    assert re.search(r"shoal: worker \d of 2 failed", said)
+    assert re.search(r"shoal: worker \d of 2 \(host .*\) failed", said)
     assert "    return x / 0\n" in said  # the line of a cell
     assert not list((tmp_path / "tmp").glob("shoal-*"))
 
@@ -175,7 +175,7 @@ def test_a_script(tmp_path: Path) -> None:
     done = finish(fresh(tmp_path, write(tmp_path, ONE + text)))
     assert done.out.splitlines() == ["2"]
     assert done.code == 1
-    assert done.err.startswith("shoal: worker 0 of 1 failed:")
+    assert re.match(r"shoal: worker 0 of 1 \(host .*\) failed:\n", done.err)
     assert "ZeroDivisionError: division by zero" in done.err
 
 

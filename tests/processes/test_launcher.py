@@ -20,6 +20,7 @@ from warm import Command
 
 SOURCE = Path(__file__).parents[2] / "src"
 DEADLINE = 60.0
+HOST = f"host {socket.gethostname()}"
 
 # Each worker of these scripts says that it lives by writing its process id, and then waits to be ended.
 WAIT = """
@@ -193,7 +194,7 @@ time.sleep(60)
     done = shell.run("run", "--workers", "4", shell.script(WAIT + fail), fresh=True)
     assert done.returncode == 1
     first, *_, last = done.stderr.splitlines()
-    assert first == "shoal: worker 1 of 4 failed:"
+    assert first == f"shoal: worker 1 of 4 ({HOST}, pid {shell.pids(4)[1]}) failed:"
     assert last == "ValueError: the cause"
     assert "  | a last word" in done.stderr, "what nobody has seen yet is quoted"
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
@@ -240,7 +241,7 @@ time.sleep(60)
 """
     done = shell.run("run", "--workers", "3", shell.script(WAIT + lost))
     pids = shell.pids(3)
-    said = f"shoal: worker 2 of 3 (pid {pids[2]}) was killed by SIGKILL (out of memory? see dmesg).\n"
+    said = f"shoal: worker 2 of 3 ({HOST}, pid {pids[2]}) was killed by SIGKILL (out of memory? see dmesg).\n"
     assert (done.returncode, done.stderr) == (128 + signal.SIGKILL, said)
     assert all(gone(pid) for pid in pids)
 
@@ -256,7 +257,8 @@ sys.exit()
 """
     done = shell.run("run", "--workers", "2", shell.script(WAIT + leave))
     assert done.returncode == 7
-    assert done.stderr == "shoal: worker 1 of 2 failed: the script called sys.exit(7).\n"
+    who = f"worker 1 of 2 ({HOST}, pid {shell.pids(2)[1]})"
+    assert done.stderr == f"shoal: {who} failed: the script called sys.exit(7).\n"
     assert done.stdout == "goodbye\n", "a worker that ends well calls its exit handlers"
 
 
@@ -265,6 +267,7 @@ def test_launcher_killed_outright_leaves_no_worker(shell: Shell) -> None:
     pids = shell.pids(2)
     launcher.kill()
     until(lambda: all(gone(pid) for pid in pids))
+    until(lambda: shell.leftovers() == [])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -295,7 +298,8 @@ time.sleep(60)
 """
     done = shell.run("run", "--workers", "2", shell.script(WAIT + deaf))
     assert done.returncode == 1
-    assert done.stderr.startswith("shoal: worker 0 of 2 failed:\nTraceback")
+    who = f"worker 0 of 2 ({HOST}, pid {shell.pids(2)[0]})"
+    assert done.stderr.startswith(f"shoal: {who} failed:\nTraceback")
     assert all(gone(pid) for pid in shell.pids(2))
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.cluster.dry_run import dry_run
+from shoal.cluster.dry_run import try_model
 from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.cluster.stalls import HANG_SECONDS
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
@@ -36,10 +37,14 @@ def run(
     hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
-    ahead: Annotated[
+    hang_limit: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="After this a worker that hangs ends the run; 0: never."),
+    ] = HANG_SECONDS,
+    dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run/--no-dry-run", help="Try a model that tpN or ppN divides in one process first."
+            "--dry-run/--no-dry-run", help="Build a model that tpN or ppN divides in one process first."
         ),
     ] = True,
     no_scout: Annotated[bool, typer.Option("--no-scout", hidden=True)] = False,
@@ -62,15 +67,16 @@ def run(
         hosts=hosts,
         host=host,
         at=at,
+        hang_limit=hang_limit,
     )
     if no_scout:
         typer.echo("shoal: --no-scout is now called --no-dry-run.", err=True)
-    refuse_early(job, ahead and not no_scout)
+    refuse_early(job, dry_run and not no_scout)
     run_job(job)
 
 
-def refuse_early(job: Job, ahead: bool = True) -> None:
-    """Refuse what can be refused before the workers start; `ahead`: what one process sees of the model too."""
+def refuse_early(job: Job, dry_run: bool = True) -> None:
+    """Refuse what can be refused before the workers start; `dry_run`: what one process sees of the model too."""
     check(job)
     chosen = job.overrides.get("strategy")
     if chosen is not None:
@@ -79,11 +85,11 @@ def refuse_early(job: Job, ahead: bool = True) -> None:
             from shoal.plan.check import check_device, check_text
 
             plan = check_text(str(chosen), job.size)
-            asked = str(job.overrides.get("device", "auto"))
+            device = str(job.overrides.get("device", "auto"))
             # What "auto" finds is the workers' to say: who looks for cards cannot be forked any more.
-            check_device(plan, "cpu" if asked == "auto" else asked)
-    if ahead:
-        dry_run(job)
+            check_device(plan, "cpu" if device == "auto" else device)
+    if dry_run:
+        try_model(job)
 
 
 def default_workers() -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from shoal.cli.run import default_workers, overrides, refuse_early
 from shoal.cli.whole_batch import Facts, Runs, compare_with_whole
 from shoal.errors import ConfigError, VerifyFailed
 from shoal.types import Promise
+from shoal.world.private_folder import private_folder
 
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 _NEAR = {Promise.CLOSE: 0.05, Promise.CONVERGES: 0.2}
@@ -60,9 +60,10 @@ def verify(
     allowed = _TOLERANCE[precision] if tolerance is None else tolerance
     asked = overrides(strategy, str(steps), [f"precision={precision}", *(settings or [])])
     label = f"{strategy or 'the script'} with {count} workers"
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
-        runs = Runs(Path(name), script, tuple(args or ()), count, asked, label)
-        refuse_early(runs.job("many", Path(name)))
+    with private_folder("shoal-verify-") as private:
+        folder = Path(private.path)
+        runs = Runs(folder, script, tuple(args or ()), count, asked, label)
+        refuse_early(runs.job("many", folder))
         parts = runs.start("many")
         facts = Facts.of(runs.folder / "many")
         promise = Promise[(runs.folder / "many" / "promise").read_text()]

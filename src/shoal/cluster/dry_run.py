@@ -1,10 +1,10 @@
-"""Before the workers start: will the script's model do under the strategy?
+"""Before the workers start: one process builds the script's model, to see whether the strategy can divide it.
 
 Heads that tpN cannot divide, or a model with too few places for ppN, show only once the script has built its model. So
-where the strategy divides the model, one process runs the script as the first worker would, up to its `Run`: a dry run.
-So it is where the script names a global_batch of fewer samples than workers. It builds the model, finds what
-a run would find, and ends (see `shoal.train.answer_dry_run`). It joins nobody, writes nothing of its own, and what it
-prints is not shown.
+where the strategy divides the model, a dry run executes the script as the first worker would, up to its `Run`. The same
+is done where the script names a global_batch of fewer samples than workers. The dry run builds the model, makes the
+checks of a real run and ends (see `shoal.train.answer_dry_run`). It joins nobody, writes nothing of its own, and its
+output is not shown.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DEGREE = re.compile(r"(^|\*)\s*(tp|pp)(\d|$)")
 """A degree in a strategy, or the beginning of one that an f-string completes."""
 
 
-def dry_run(job: Job) -> None:
-    """Raise the refusal of a run whose strategy divides the model, before any worker starts.
+def try_model(job: Job) -> None:
+    """Raise the refusal of a run that cannot work, as far as one process can see, before any worker starts.
 
-    Whatever else goes wrong in it is left to the workers, which show it as they always do.
+    Any other error of the dry run is left to the workers, which show it as they always do.
     """
     if job.size == 1 or not (may_divide(job) or may_be_too_many(job)):
         return
-    # It is told what the first worker would be told, but for where the others are: nobody will come.
+    # The environment of the first worker, without the meeting place: nobody else comes.
     environment = {
         **worker_environment(job, 0, "", threads_of(job)),
         **dict.fromkeys(("SHOAL_RENDEZVOUS", "MASTER_ADDR", "MASTER_PORT"), ""),
@@ -46,7 +46,7 @@ def dry_run(job: Job) -> None:
 
 
 def may_divide(job: Job) -> bool:
-    """Whether the strategy divides the model: by the job's own words, else by those in the script and its arguments.
+    """Whether the strategy divides the model: that of the command line, else any in the script and its arguments.
 
     A script that only mentions such a strategy costs the time of a dry run; one that reads it from elsewhere is refused
     by its workers, if it must be.

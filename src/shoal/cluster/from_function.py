@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from shoal.cluster.local import Job, run_job
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import from_environment
+from shoal.world.private_folder import private_folder
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,8 @@ def launch(function: Callable[..., Result], *args: Any, workers: int = 2) -> Res
     if workers < 1:
         raise ConfigError(f"shoal.launch(workers={workers}): at least 1 worker is needed.")
     name = getattr(function, "__qualname__", repr(function))
-    with tempfile.TemporaryDirectory(prefix="shoal-launch-") as folder:
+    with private_folder("shoal-launch-") as private:
+        folder = private.path
         script = Path(folder, "launch.py")
         script.write_text(_SCRIPT)
         settings = to_bytes((sys.path, sys.argv), "shoal.launch: sys.path")

@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +21,13 @@ from typing import TYPE_CHECKING
 
 from shoal.cluster import worker
 from shoal.cluster.output import Output, OutputStreams, open_streams
-from shoal.cluster.watch import FINISHING, Crew, Interrupts
+from shoal.cluster.stalls import HANG_SECONDS, Stalls
+from shoal.cluster.watch import FINISHING, Crew, Interrupts, say
 from shoal.errors import ConfigError
 from shoal.types import Value
 from shoal.world.launch import from_environment
+from shoal.world.private_folder import private_folder
+from shoal.world.progress_page import ProgressPage
 
 if TYPE_CHECKING:
     from shoal.cluster.server_broker import ServerBroker
@@ -56,9 +57,18 @@ class Job:
     fresh: bool = False
     """Whether the launcher is a program with a life of its own: it is never forked, and its stdin stays with it."""
 
+    hang_limit: float = HANG_SECONDS
+    """Seconds after which a worker that hangs ends the run; 0: it never does. See stalls.py."""
+
     @property
     def size(self) -> int:
         return self.hosts * self.workers
+
+    @property
+    def host_name(self) -> str:
+        """By which the user knows this host."""
+        name = socket.gethostname()
+        return name if self.hosts == 1 else f"{self.host}, {name}"
 
 
 def run_job(job: Job) -> None:
@@ -70,27 +80,27 @@ def run_job(job: Job) -> None:
     check(job)
     threads = threads_of(job)
     forkable = not job.fresh and _import_torch(job)
-    folder = tempfile.mkdtemp(prefix="shoal-")
-    try:
-        with Interrupts() as interrupts:
-            crew = Crew(folder, job.size, interrupts)
-            desk = _desk(folder, threads, crew) if forkable and job.hosts == 1 else None
-            starts = Starts(job, folder, crew, threads, forkable, desk)
-            crew.replace = starts.again
-            if desk is not None:
-                crew.ended = desk.worker_ended
-            try:
-                with interrupts.held():
-                    for index in range(job.workers):
-                        starts.start(index)
-                crew.watch(job.seconds)
-            finally:
-                crew.end()
-                if desk is not None:
-                    desk.close()
-                crew.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with private_folder() as private, Interrupts() as interrupts:
+        folder = private.path
+        stalls = Stalls(folder, job.size, job.host_name, job.hang_limit, say)
+        crew = Crew(folder, job.size, interrupts, job.host_name, stalls)
+        crew.keep_from_workers(private.descriptor)
+        broker = _server_broker(folder, threads, crew) if forkable and job.hosts == 1 else None
+        starts = Starts(job, folder, crew, threads, forkable, broker)
+        crew.replace = starts.again
+        if broker is not None:
+            crew.ended = broker.worker_ended
+            crew.independent = lambda: broker.replaces
+        try:
+            with interrupts.held():
+                for index in range(job.workers):
+                    starts.start(index)
+            crew.watch(job.seconds)
+        finally:
+            crew.end()
+            if broker is not None:
+                broker.close()
+            crew.close()
 
 
 def check(job: Job) -> None:
@@ -102,6 +112,10 @@ def check(job: Job) -> None:
     for name, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} is too few; it must be at least 1.")
+    if job.hang_limit < 0:
+        raise ConfigError(
+            f"--hang-limit {job.hang_limit:g} is negative; give seconds, or 0 for a run that waits for ever."
+        )
     if not 0 <= job.host < job.hosts:
         raise ConfigError(
             f"--host {job.host} does not exist: with --hosts {job.hosts} it is 0 to {job.hosts - 1}."
@@ -189,7 +203,7 @@ def forkable_imports(job: Job) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _desk(folder: str, threads: str, crew: Crew) -> ServerBroker:
+def _server_broker(folder: str, threads: str, crew: Crew) -> ServerBroker:
     from shoal.cluster.server_broker import ServerBroker  # torch comes with it, and is here only by now
 
     return ServerBroker(folder, threads, crew.attend, crew.forget)
@@ -204,7 +218,7 @@ class Starts:
     crew: Crew
     threads: str
     forkable: bool
-    desk: ServerBroker | None
+    broker: ServerBroker | None
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
@@ -214,22 +228,25 @@ class Starts:
         rank = job.host * job.workers + index
         environment = worker_environment(job, index, f"file://{folder}/store", self.threads)
         environment["SHOAL_FINISHING"] = os.path.join(folder, f"{FINISHING}{rank}")
-        if self.desk is not None:
-            environment["SHOAL_LAUNCHER"] = self.desk.path
+        page = os.path.join(folder, f"progress-{rank}")
+        environment["SHOAL_PROGRESS"] = page
+        if self.broker is not None:
+            environment["SHOAL_LAUNCHER"] = self.broker.path
         script = str(Path(job.script).absolute())
         task = worker.Task(rank, script, job.args, environment, folder, os.getpid())
         streams = open_streams(job.output, folder, rank, first=index == 0, reads=not job.fresh)
         self.times.setdefault(rank, []).append(time.monotonic())
-        descriptors = [*self.crew.descriptors, *(self.desk.descriptors if self.desk else [])]
+        descriptors = [*self.crew.descriptors, *(self.broker.descriptors if self.broker else [])]
+        progress = ProgressPage.create(page)
         try:
             pid = _fork(task, streams, descriptors, self.threads) if self.forkable else _spawn(task, streams)
         finally:
             streams.close()
-        self.crew.add(rank, pid, streams.relays)
+        self.crew.add(rank, pid, streams.relays, progress)
 
     def again(self, rank: int) -> bool:
         """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
-        if self.desk is None or not self.desk.replaces:
+        if self.broker is None or not self.broker.replaces:
             return False
         recent = [at for at in self.times[rank] if time.monotonic() - at < worker.AGAIN_SECONDS]
         if len(recent) >= worker.AGAIN_TIMES:

@@ -1,8 +1,8 @@
 """What a failed worker says about itself, and which of several failures came first.
 
 One worker fails and a moment later all others fail too, because they were talking to it. Only the first cause
-is worth reading, so each worker leaves a small report with the time and its own opinion whether it is a cause
-or a consequence, and the launcher chooses.
+is worth reading, so each worker leaves a small report with the time and whether it takes itself for a cause or
+a consequence, and the launcher chooses. The launcher adds where the worker was: host, step and phase.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Literal
 
 from shoal.errors import PeerLost, ShoalError, WorkerFailed
 from shoal.world.failure import is_lost_peer, own_frames
+from shoal.world.progress_page import Phase, Place
 
 Kind = Literal["config", "error", "consequence"]
 
@@ -49,6 +50,14 @@ class Ending:
     report: Report | None = None
     tail: str = ""
     """The last lines of its output, if nobody has seen them yet."""
+    place: Place = field(default_factory=Place)
+    """Where in its training it was."""
+    host: str = ""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the worker itself says that another one is the cause."""
+        return self.report is not None and self.report.kind == "consequence"
 
 
 def describe(error: BaseException, rank: int, script: str) -> Report:
@@ -112,42 +121,111 @@ def first_cause(endings: Sequence[Ending], size: int) -> WorkerFailed:
         # All failed alike: show the lowest rank, whose output the user has most likely seen already.
         alike = [e for e in bad if e.report is not None and e.report.message == first.report.message]
         first = min(alike, key=lambda ending: ending.rank)
-    failed = _phrase(first, size)
-    early = [str(ending.rank) for ending in endings if ending.code == 0]
-    if early and first.report is not None and first.report.kind == "consequence":
-        # No cause but a missing peer: the usual reason is a loop that is shorter on some workers.
-        who = f"Before that, worker {', '.join(early)} ended without an error"
-        return WorkerFailed(f"{failed}\n{who}: do all take the same number of steps?", failed.exit_code)
-    return failed
+    if first.is_consequence:
+        return _no_cause(first, [ending for ending in endings if ending.code == 0], endings, size)
+    return _phrase(first, endings, size)
 
 
 def _order(ending: Ending) -> tuple[int, float]:
-    report = ending.report
-    if report is not None:
-        return (2 if report.kind == "consequence" else 1, report.time)
+    if ending.report is not None:
+        return (2 if ending.is_consequence else 1, ending.report.time)
     # Nobody gets SIGKILL for what another worker did, whereas the others' errors may follow from its death.
     return (0 if ending.code == -signal.SIGKILL else 1, ending.time)
 
 
-def _phrase(ending: Ending, size: int) -> WorkerFailed:
-    name = f"worker {ending.rank} of {size}"
+def _no_cause(lost: Ending, early: Sequence[Ending], endings: Sequence[Ending], size: int) -> WorkerFailed:
+    """Somebody waited for a worker that failed nowhere: it has left early, or it was on another host."""
+    assert lost.report is not None
+    code = PeerLost.exit_code
+    if early:
+        first = min(early, key=lambda ending: ending.time)
+        said = f"{_name(first, size)} ended without an error"  # as by exit(0)
+        also = f" (so did {', '.join(str(e.rank) for e in early if e is not first)})" if early[1:] else ""
+        said += f"{_where(first)}{also}, while worker {lost.rank} waited for it{_where(lost)}"
+        remedy = (
+            "all workers take the same number of steps: does its script call exit(), or leave the loop early?"
+        )
+        return WorkerFailed(f"{said}; {remedy}{_quote(first)}", code)
+    sentence = lost.report.message.strip().rstrip(".")
+    said = f"{_name(lost, size)}{_where(lost)} has lost another worker: {sentence}. "
+    said += (
+        "No worker of this host is the cause: see what the launchers of the other hosts say, and whether the "
+    )
+    said += "network between them is up."
+    return WorkerFailed(said + _remedy(lost, endings), code)
+
+
+def _name(ending: Ending, size: int) -> str:
+    about = f"host {ending.host}, pid {ending.pid}" if ending.host else f"pid {ending.pid}"
+    return f"worker {ending.rank} of {size} ({about})"
+
+
+def _where(ending: Ending) -> str:
+    said = within(ending.place)
+    return f" {said}" if said else ""
+
+
+def within(place: Place) -> str:
+    """As "in step 7, loading data"; empty where no run has begun.
+
+    >>> within(Place(Phase.BETWEEN, step=7))
+    "after step 7, in the script's own code"
+    """
+    if place.phase == Phase.STARTING:
+        return ""
+    return f"in {place}" if place.phase.in_step else str(place)
+
+
+def _phrase(ending: Ending, endings: Sequence[Ending], size: int) -> WorkerFailed:
+    name = _name(ending, size)
     report = ending.report
     if report is None:
         if ending.code < 0:
             hint = " (out of memory? see dmesg)" if ending.code == -signal.SIGKILL else ""
-            said = f"{name} (pid {ending.pid}) was killed by {_signal_name(-ending.code)}{hint}."
-            return WorkerFailed(said + _quote(ending), 128 - ending.code)
-        said = f"{name} (pid {ending.pid}) ended with exit code {ending.code} and left no report."
-        return WorkerFailed(said + _quote(ending), ending.code)
+            said = f"{name} was killed by {signal_name(-ending.code)}{_where(ending)}{hint}."
+            return WorkerFailed(said + _remedy(ending, endings) + _quote(ending), 128 - ending.code)
+        said = f"{name} ended with exit code {ending.code}{_where(ending)}; it left no report: the script "
+        said += "or a library has called os._exit."
+        return WorkerFailed(said + _remedy(ending, endings) + _quote(ending), ending.code)
+    remedy = _remedy(ending, endings).strip()
     if report.traceback:
         output = f"{_quote(ending)}\n\n" if ending.tail else "\n"
-        return WorkerFailed(f"{name} failed:{output}{report.traceback.rstrip()}", report.exit_code)
+        after = f"\nshoal: {remedy}" if remedy else ""
+        said = f"{name} failed{_where(ending)}:{output}{report.traceback.rstrip()}{after}"
+        return WorkerFailed(said, report.exit_code)
     if report.kind == "error":
-        return WorkerFailed(f"{name} failed: {report.message}{_quote(ending)}", report.exit_code)
+        said = f"{name} failed{_where(ending)}: {report.message}{' ' if remedy else ''}{remedy}"
+        return WorkerFailed(said + _quote(ending), report.exit_code)
     return WorkerFailed(report.message, report.exit_code, refusal=report.kind == "config")
 
 
-def _signal_name(number: int) -> str:
+def _remedy(ending: Ending, endings: Sequence[Ending]) -> str:
+    said = resume(ending.place, [each.place for each in endings])
+    return f" {said}" if said else ""
+
+
+def resume(place: Place, others: Sequence[Place] = ()) -> str:
+    """What is saved of a run of which a worker is at this place, and how to go on; empty if nothing can be lost.
+
+    `others`: of the same run; the first worker knows what is on disk.
+
+    >>> resume(Place(Phase.BETWEEN, step=9, folder="runs/first"), [Place(saved=8)])
+    'The same command goes on from step 8, the newest checkpoint in runs/first.'
+    """
+    if not place.step:
+        return ""
+    if not place.folder:
+        return (
+            "Nothing was saved: with checkpoint=FOLDER and checkpoint_every=N the same command would go on."
+        )
+    saved = max(each.saved for each in (place, *others))
+    if not saved:
+        return f"The same command goes on from the newest checkpoint in {place.folder}, or anew if there is none."
+    return f"The same command goes on from step {saved}, the newest checkpoint in {place.folder}."
+
+
+def signal_name(number: int) -> str:
+    """As "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have no name

@@ -1,6 +1,7 @@
 """Waiting for the workers: one selector over process descriptors, pipes and the launcher's signals.
 
-Nothing polls and no thread runs: a worker's end, a line of output and Ctrl-C each wake the launcher at once.
+No thread runs: a worker's end, a line of output and Ctrl-C each wake the launcher at once. Once a second it looks
+whether the workers move (stalls.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import os
 import selectors
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +18,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 from shoal.cluster import output, report
+from shoal.cluster.process_state import is_dying
+from shoal.cluster.stalls import LOOK_SECONDS, Stalls
 from shoal.cluster.worker import STOP_SIGNALS
+from shoal.errors import WorkerFailed
+from shoal.world.progress_page import Phase, Place, ProgressPage
 
 GATHER_SECONDS = 0.5
 """How long after the first bad end the others may still report: theirs may be the earlier cause."""
+DYING_SECONDS = 60.0
+"""The same for one that is being killed: the kernel frees its memory first, which takes a second for several GB."""
 GRACE_SECONDS = 2.0
 """How long after a polite signal the rest is killed."""
 FINISH_SECONDS = 600.0
@@ -76,13 +84,29 @@ def _wake_only(_number: int, _frame: FrameType | None) -> None:
 class Crew:
     """The workers of this host while they run."""
 
-    def __init__(self, folder: str, size: int, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        folder: str,
+        size: int,
+        interrupts: Interrupts,
+        host: str = "",
+        stalls: Stalls | None = None,
+    ) -> None:
+        """`folder`: the job's private one. `stalls`: looks whether the workers move; None: nobody does."""
         self.ended: Callable[[int], None] = lambda _: None
         """Called when a worker has ended, however it did."""
         self.replace: Callable[[int], bool] = lambda _: False
         """Called when a worker was killed by a signal; True if another has been started in its place."""
+        self.independent: Callable[[], bool] = lambda: False
+        """Whether the workers do not need each other: they meet at servers only."""
         self._folder = folder
         self._size = size
+        self._host = host
+        self._stalls = stalls
+        self._own: list[int] = []
+        self._pages: dict[int, ProgressPage] = {}
+        self._dispensed: set[int] = set()
+        """Workers that were ended because all there was to do had been done without them."""
         self._interrupts = interrupts
         self._pids: dict[int, int] = {}
         self._endings: list[report.Ending] = []
@@ -99,15 +123,25 @@ class Crew:
         """Watch a descriptor no longer."""
         self._selector.unregister(descriptor)
 
+    def keep_from_workers(self, descriptor: int) -> None:
+        """A descriptor that only the launcher may hold."""
+        self._own.append(descriptor)
+
     @property
     def descriptors(self) -> list[int]:
         """What a forked worker inherits and must close."""
         watched = [key.fd for key in self._selector.get_map().values()]
-        return [self._selector.fileno(), self._interrupts.descriptors[1], *watched]
+        return [self._selector.fileno(), self._interrupts.descriptors[1], *watched, *self._own]
 
-    def add(self, rank: int, pid: int, relays: Iterable[output.Relay]) -> None:
-        """Watch one more worker."""
+    def add(
+        self, rank: int, pid: int, relays: Iterable[output.Relay], page: ProgressPage | None = None
+    ) -> None:
+        """Watch one more worker; `page`: where it writes how far it is."""
         self._pids[rank] = pid
+        if page is not None:
+            self._pages[rank] = page
+            if self._stalls is not None:
+                self._stalls.add(rank, pid, page)
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._reap(rank, descriptor))
         for relay in relays:
@@ -122,12 +156,15 @@ class Crew:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            self._wait(None if seconds is None else left)
+            self._wait(min(left, LOOK_SECONDS) if self._stalls is not None or seconds is not None else None)
+            self._look()
         if self._failed:
             self._wait_for_all(GATHER_SECONDS, 0)
+            self._wait_for_the_dying()
         if self._interrupts.received:
             number = self._interrupts.received[0]
             self.end(number)
+            self._say_what_is_saved(number)
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if self._failed:
             raise report.first_cause(self._endings, self._size)
@@ -139,7 +176,10 @@ class Crew:
         self._send(number)
         self._wait_for_all(GRACE_SECONDS, first)
         if any(name.startswith(FINISHING) for name in os.listdir(self._folder)):
-            self._wait_for_all(FINISH_SECONDS, first)
+            try:
+                self._wait_for_all(FINISH_SECONDS, first, looks=True)
+            except WorkerFailed as hung:  # it will not finish
+                say(str(hung))
         self._send(signal.SIGKILL)
         while self._pids:
             self._wait(None)
@@ -151,6 +191,33 @@ class Crew:
             relay.finish()
         self._selector.close()
 
+    def _look(self) -> None:
+        """Whether the workers move; end those that do not, where the job is done without them."""
+        if self._stalls is None or not self._pids:
+            return
+        independent = self.independent()
+        self._stalls.look(independent)
+        if independent and any(ending.code == 0 for ending in self._endings):
+            for rank in set(self._stalls.dispensable()) - self._dispensed:
+                self._dispensed.add(rank)
+                say(f"worker {rank} does not move, and the job is done without it; it is ended.")
+                os.kill(self._pids[rank], signal.SIGKILL)
+
+    def _wait_for_the_dying(self) -> None:
+        """Whoever has reported a lost peer has seen its sockets close; the peer's own end comes when it is all gone."""
+        deadline = time.monotonic() + DYING_SECONDS
+        while all(ending.is_consequence for ending in self._endings if ending.code != 0):
+            if not any(map(is_dying, self._pids.values())) or time.monotonic() > deadline:
+                return
+            self._wait_for_all(GATHER_SECONDS, 0)
+
+    def _say_what_is_saved(self, number: signal.Signals) -> None:
+        """After a signal, unless the workers have finished and saved their step, and said so."""
+        places = [page.read() for page in self._pages.values()]
+        last = max(places, key=lambda place: place.step, default=Place())
+        if last.step and not any(place.phase == Phase.ENDED for place in places):
+            say(f"stopped by {number.name} {report.within(last)}. {report.resume(last, places)}")
+
     @property
     def _failed(self) -> bool:
         return any(ending.code != 0 for ending in self._endings)
@@ -159,14 +226,16 @@ class Crew:
         for key, _ in self._selector.select(seconds):
             key.data()
 
-    def _wait_for_all(self, seconds: float, signals: int) -> None:
+    def _wait_for_all(self, seconds: float, signals: int, looks: bool = False) -> None:
         """Until all have ended, or more than so many signals have come."""
         deadline = time.monotonic() + seconds
         while self._pids and len(self._interrupts.received) <= signals:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            self._wait(left)
+            self._wait(min(left, LOOK_SECONDS) if looks else left)
+            if looks and self._stalls is not None:
+                self._stalls.look(self.independent())
 
     def _send(self, number: signal.Signals) -> None:
         for pid in self._pids.values():
@@ -177,13 +246,24 @@ class Crew:
         os.close(descriptor)
         pid = self._pids.pop(rank)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if self._stalls is not None:
+            self._stalls.remove(rank)
         self.ended(rank)
+        if rank in self._dispensed:
+            code = 0
         if code < 0 and not self._ending and self.replace(rank):
             return
         said = report.read(self._folder, rank)
         tail = output.tail(self._folder, rank)
-        self._endings.append(report.Ending(rank, pid, time.monotonic(), code, said, tail))
+        place = self._pages[rank].read() if rank in self._pages else Place()
+        ending = report.Ending(rank, pid, time.monotonic(), code, said, tail, place, self._host)
+        self._endings.append(ending)
 
     def _pump(self, relay: output.Relay) -> None:
         if not relay.pump():
             self._selector.unregister(relay.source)
+
+
+def say(text: str) -> None:
+    """One sentence of the launcher for the user."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import json
 import logging
+import multiprocessing.process
 import multiprocessing.util
 import os
 import runpy
@@ -27,7 +28,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from shoal.cluster import report
+from shoal.cluster import report, stacks
 from shoal.errors import ShoalError
 from shoal.world.failure import end_on_mismatch
 
@@ -122,6 +123,9 @@ def _settle(task: Task) -> None:
     sys.stderr = _text(2, sys.__stderr__)
     # A crash in C code then shows the Python line it came from.
     faulthandler.enable(file=sys.stderr, all_threads=False)
+    stacks.register(task.folder, task.rank)
+    # Sockets of multiprocessing, such as those of loader processes, lie where nothing outlives the job.
+    multiprocessing.process.current_process()._config["tempdir"] = task.folder  # type: ignore[attr-defined]
     sys.argv = [task.script, *task.args]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(task.script)

@@ -9,10 +9,16 @@ draws (augmentation) is keyed by epoch and sample, in loader processes and witho
 from __future__ import annotations
 
 import copy
+import ctypes
+import multiprocessing.process
+import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -33,6 +39,7 @@ __all__ = ["Feed", "Loader", "Portion"]
 
 _PREFETCH = 2
 """Batches that each process prepares ahead."""
+_PR_SET_PDEATHSIG = 1
 _SKIPPED = 16
 """More steps than this are not skipped one by one: processes begin anew."""
 
@@ -177,18 +184,40 @@ class Loader:
                 num_workers=self.feed.workers,
                 prefetch_factor=_PREFETCH,
                 pin_memory=self.feed.pin_memory,
-                worker_init_fn=partial(_begin_worker, self.feed.worker_init),
+                worker_init_fn=partial(_begin_worker, self.feed.worker_init, _parent()),
                 # A generator of its own: DataLoader would otherwise draw from the global one at every start.
                 generator=torch.Generator().manual_seed(seeds.derive(self.feed.seed, "loader")),
             )
         )
 
 
-def _begin_worker(users: WorkerInit | None, number: int) -> None:
+def _parent() -> int:
+    """The process that loader processes must not outlive; 0 where the kernel cannot tell them.
+
+    It tells them of the end of the thread that has started them, and only the main thread ends with its process.
+    """
+    return os.getpid() if threading.current_thread() is threading.main_thread() else 0
+
+
+def _begin_worker(users: WorkerInit | None, parent: int, number: int) -> None:
     """Ctrl-C in a terminal reaches every process; what it means is for the training process to say."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent:
+        # torch's own handler would end the process too, and leave its temporary folder.
+        signal.signal(signal.SIGTERM, _end_with_parent)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the line above
+            _end_with_parent(signal.SIGTERM, None)
     if users is not None:
         users(number)
+
+
+def _end_with_parent(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if temporary and os.path.basename(temporary).startswith("pymp-"):
+        shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(0)
 
 
 Wanted = tuple[int, int, int, Ids]

@@ -20,14 +20,14 @@ import torch
 
 from shoal.compress.base import Compressor, Layout
 from shoal.cost import NOTHING, Cost, ModelProfile
-from shoal.errors import ConfigError, ServerRefused
+from shoal.errors import ConfigError, ServerRefused, ServersLost
 from shoal.exchange.buckets.bucket_cost import (
     buckets_of,
     bytes_of,
     held_cost,
     reductions,
 )
-from shoal.exchange.buckets.frozen import frozen_here_only
+from shoal.exchange.frozen import frozen_here_only
 from shoal.exchange.buckets.norms import sum_of_squares
 from shoal.exchange.contract import JoinState, StepView, Tally, check_members
 from shoal.exchange.embeddings.back_ends import ToServers
@@ -118,7 +118,9 @@ class Ps(ServedState):
         sizes = [_LEDGER_BYTES, *(shard.nbytes for shard in self.shards), *tables.sizes]
         kinds = ["ledger", *["dense"] * len(self.shards), *[ROWS] * len(tables.shards)]
         terms = (sizes, kinds, options.servers, options.copies, options.patience)
-        self.link = Link(me, self._servers.address, self._servers.keys, self._tier.unit, terms)
+        self.link = Link(
+            me, self._servers.address, self._servers.keys, self._tier.unit, terms, bool(options.at)
+        )
         self._work = WorkerProtocol(self.link.client, self._tier.unit, range(1, len(sizes)))
         self._claim.connect(self.link, self._work)
         self._outgoing.connect(self.link, self._work)
@@ -131,8 +133,9 @@ class Ps(ServedState):
         model = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in self.module.named_parameters()]
         try:
             joined = self.link.run(self._work.join(model + tables.signature()))
-        except ServerRefused:
-            self.link.close()  # others must not wait for this worker
+        except (ServerRefused, ServersLost):
+            if self.link.met:
+                self.link.close()  # others must not wait for this worker
             raise
         self.begins = self._tier.unit == 0 and not joined["ready"]
 

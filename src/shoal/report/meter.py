@@ -15,6 +15,8 @@ from time import perf_counter_ns
 from typing import Literal
 
 from shoal.types import StepReport
+from shoal.world import progress_page
+from shoal.world.progress_page import ProgressPage
 
 Phase = Literal["data", "compute", "exposed", "update"]
 
@@ -56,6 +58,12 @@ class Times:
 
 _NAMES = (*PHASES, "other")
 
+_AFTER: dict[Phase, progress_page.Phase] = {
+    "data": progress_page.Phase.COMPUTING,
+    "compute": progress_page.Phase.EXCHANGING,
+}
+"""What begins where such a phase ends, as far as a watcher wants to know it."""
+
 
 class Meter:
     """A stopwatch with phases for one step at a time.
@@ -69,10 +77,12 @@ class Meter:
     True
     """
 
-    __slots__ = ("_begin", "_last", "_spent")
+    __slots__ = ("_begin", "_last", "_spent", "page")
 
     def __init__(self) -> None:
         self._spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        self.page = ProgressPage()
+        """Where each phase is noted as it begins, for whoever watches this worker."""
         self._begin = self._last = perf_counter_ns()
 
     def start(self) -> None:
@@ -80,16 +90,23 @@ class Meter:
         spent = self._spent
         spent["data"] = spent["compute"] = spent["exposed"] = spent["update"] = 0
         self._begin = self._last = perf_counter_ns()
+        self.page.enter(progress_page.Phase.DATA, self._last * 1e-9)
 
     def mark(self, phase: Phase) -> None:
         """Give the time since the previous mark, or since the start, to `phase`."""
         now = perf_counter_ns()
         self._spent[phase] += now - self._last
         self._last = now
+        after = _AFTER.get(phase)
+        if after is not None:
+            self.page.enter(after, now * 1e-9)
 
     def stop(self) -> Times:
         """End the step. Time after the last mark counts in `seconds` and in no phase."""
-        seconds = (perf_counter_ns() - self._begin) * 1e-9
+        now = perf_counter_ns()
+        seconds = (now - self._begin) * 1e-9
+        self.page.stepped(seconds)
+        self.page.enter(progress_page.Phase.BETWEEN, now * 1e-9)
         spent = self._spent
         return Times(
             seconds,

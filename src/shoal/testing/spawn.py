@@ -1,31 +1,40 @@
 """Run a function on several real worker processes and get their results back.
 
 Workers are forked from a server that has torch loaded already, so a world of four starts in a fraction of a
-second. They meet in a private file. The first failure ends the others and its traceback is what the caller
-sees; a deadline ends all of them; whoever is left over at the end is killed and reported.
+second. They meet in a private file. The first failure ends the others, and its traceback is raised here; of a process
+that dies without one, its exit code or signal, and the lines that faulthandler has written. A deadline ends all of
+them; whoever is left over at the end is killed and reported.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
-import tempfile
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
+from shoal.errors import ShoalError
+from shoal.world.failure import end_on_mismatch
 from shoal.world.launch import Launch
+from shoal.world.private_folder import private_folder
 from shoal.world.world import World
 
 T = TypeVar("T")
 
 PRELOADED = ["torch", "torch._dynamo", "shoal.train.run", "pytest", "hypothesis"]
 """What workers and the modules of tests import; what is not installed is passed over."""
+_END_SECONDS = 5.0
+"""How long a process may take to end after its last word."""
 
 
 class SpawnError(AssertionError):
@@ -54,23 +63,29 @@ def spawn(
     `function` must be importable (a module-level function), because workers import it.
     """
     context = warm()
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+    with private_folder() as private:
+        folder = private.path
         launches = [
             Launch(rank, workers, rank, workers, f"file://{folder}/store", hosts[rank] if hosts else "")
             for rank in range(workers)
         ]
         pipes = [context.Pipe(duplex=False) for _ in launches]
         processes = [
-            context.Process(target=_work, args=(sender, launch, backend, function, args), daemon=True)
+            context.Process(
+                target=_work, args=(sender, launch, backend, _crash_file(folder, launch.rank), function, args),
+                daemon=True,
+            )
             for (_, sender), launch in zip(pipes, launches, strict=True)
-        ]
+        ]  # fmt: skip
         for process in processes:
             process.start()
         for _, sender in pipes:
             sender.close()
         try:
+            receivers = [receiver for receiver, _ in pipes]
+            deadline = time.monotonic() + timeout
             results: list[T] = _collect(
-                [receiver for receiver, _ in pipes], time.monotonic() + timeout, timeout
+                receivers, deadline, timeout, lambda rank: _last_word(processes[rank], folder, rank)
             )
         except BaseException:
             _kill(processes)
@@ -86,10 +101,13 @@ def _work(
     sender: Connection,
     launch: Launch,
     backend: str,
+    crash_file: str,
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
     os.environ["SHOAL_HOST"] = launch.host
+    faulthandler.enable(open(crash_file, "w"))  # noqa: SIM115 open for as long as the process lives
+    end_on_mismatch(partial(_end_now, sender))
     world = None
     try:
         world = World.open(launch, backend)
@@ -103,13 +121,22 @@ def _work(
             world.close()
 
 
+def _end_now(sender: Connection, error: ShoalError) -> None:
+    """From another thread, while the function waits for peers that will not come."""
+    _send(sender, False, f"{type(error).__name__}: {error}")
+    os._exit(error.exit_code)
+
+
 def _send(sender: Connection, good: bool, value: object) -> None:
     # Plain pickle through a private pipe from our own child; Connection.send would pass tensors as open files,
     # which are gone when the child is.
     sender.send_bytes(pickle.dumps((good, value)))
 
 
-def _collect(receivers: list[Connection], deadline: float, timeout: float) -> list[Any]:
+def _collect(
+    receivers: list[Connection], deadline: float, timeout: float, last_word: Callable[[int], str]
+) -> list[Any]:
+    """The results by rank. `last_word`: of a process that has ended without one through its pipe."""
     results: dict[int, Any] = {}
     pending = dict(enumerate(receivers))
     while pending:
@@ -125,7 +152,7 @@ def _collect(receivers: list[Connection], deadline: float, timeout: float) -> li
                 good, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 good = False
-                value = "ended without a word (killed?)"
+                value = last_word(rank)
             if good:
                 results[rank] = value
             else:
@@ -137,8 +164,24 @@ def _collect(receivers: list[Connection], deadline: float, timeout: float) -> li
     return [results[rank] for rank in range(len(receivers))]
 
 
+def _last_word(process: BaseProcess, folder: str, rank: int) -> str:
+    """How a process ended that has sent nothing."""
+    process.join(_END_SECONDS)
+    code = process.exitcode
+    if code is None:
+        return f"pid {process.pid} has closed its pipe without a word, and still runs"
+    said = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    crash = Path(_crash_file(folder, rank))
+    lines = crash.read_text(errors="replace") if crash.exists() else ""
+    return f"pid {process.pid} {said} without a word\n{lines}".rstrip()
+
+
+def _crash_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"crash-{rank}")
+
+
 def _ended(process: BaseProcess) -> bool:
-    process.join(5.0)
+    process.join(_END_SECONDS)
     return not process.is_alive()
 
 

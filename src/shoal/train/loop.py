@@ -26,6 +26,7 @@ from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import StopRequest
 from shoal.types import StepReport
+from shoal.world.progress_page import Phase, ProgressPage
 
 Decided = tuple[object, object, object]
 
@@ -60,6 +61,11 @@ class Loop:
         """The progress bar and the event log."""
         return Journal(self.log, self.header, self.progress_bar, self.context.world.rank == 0)
 
+    @property
+    def page(self) -> ProgressPage:
+        """Where a launcher reads how far this worker is."""
+        return self.context.meter.page
+
     @cached_property
     def _boundary(self) -> Boundary:
         return Boundary()
@@ -81,7 +87,9 @@ class Loop:
         try:
             with stop:
                 yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
+                self.page.enter(Phase.SAVING)
                 self.checkpoints.finish(progress)
+                self.page.enter(Phase.ENDED)
             if stop.number:
                 stop.leave()
         except GeneratorExit:  # the user has had enough
@@ -113,6 +121,7 @@ class Loop:
                 work.final_sync()
             return
         calls.ended = False
+        self.page.begin_loop()
         journal.open(total)
         try:
             done = False
@@ -140,9 +149,7 @@ class Loop:
                 if change is not None:
                     journal.change(str(change), change.facts())
                 journal.servers(context.exchange.servers)
-                due = work.saves and self.checkpoints.due(report.number, last)
-                saved = self._save(progress, report.number) if due else None
-                self._enter_body(report.number, due, saved)
+                self._enter_body(progress, report.number, last)
                 yield report
                 if self._after_body(progress, stop):
                     break
@@ -158,13 +165,15 @@ class Loop:
             context.balancing.close()
             journal.close()
 
-    def _enter_body(self, step: int, due: bool, saved: Decided | None) -> None:
+    def _enter_body(self, progress: Progress, step: int, last: bool) -> None:
+        """The step is over, and its checkpoint begun if one is due: the user's loop comes next."""
+        self._boundary.due = self.context.exchange.work.saves and self.checkpoints.due(step, last)
+        self._boundary.saved = self._save(progress, step) if self._boundary.due else None
         self._boundary.step = step
-        self._boundary.due = due
-        self._boundary.saved = saved
 
     def _after_body(self, progress: Progress, stop: StopRequest) -> bool:
         """The user's loop has come back: save what it has decided, obey a signal; whether it stops early."""
+        self.page.enter(Phase.EXCHANGING)  # until the next step is given to this worker
         step = self._boundary.step
         self._save_decided(progress)
         self._boundary.step = 0
@@ -196,7 +205,10 @@ class Loop:
 
     def _save(self, progress: Progress, step: int) -> Decided:
         """Begin a checkpoint. Before the loop's body, which may never come to its end; and again if it has decided."""
+        before = self.page.phase
+        self.page.enter(Phase.SAVING)
         self.checkpoints.begin(f"step-{step}", replace(progress, step=step))
+        self.page.enter(before)
         return self._decided(progress)
 
     def _decided(self, progress: Progress) -> Decided:
@@ -208,6 +220,7 @@ class Loop:
     def _leave(self, progress: Progress, stop: StopRequest) -> None:
         """A signal has asked for it: save, say what was saved, and end."""
         name = f"step-{progress.step}"
+        self.page.enter(Phase.SAVING)
         if not self.checkpoints.due(progress.step, last=False):  # else it is being written
             self.checkpoints.save(name, progress, automatic=True)
         self.checkpoints.wait()
@@ -215,6 +228,7 @@ class Loop:
         self.journal.say(
             f"stopped after step {progress.step}; saved {where}; the same command goes on from there"
         )
+        self.page.enter(Phase.ENDED)
         stop.leave()
 
     def _say_nothing_is_left(self, goal: Goal, progress: Progress) -> None:

@@ -8,6 +8,7 @@ never sees more than the samples.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -183,6 +184,8 @@ class Pipelined:
         """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
         self._exchange = exchange
         self._split_loss = split_loss
+        # When an action fails, torch prints the whole schedule; the error says what went wrong.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         parameters = dict(exchange.module.named_parameters())
         mine = [[list(local(parameters[name]).shape) for name in tie.mine[:1]] for tie in self._ties]
         held = self._world.gather_values(mine)

@@ -37,12 +37,13 @@ from shoal.train.state.checkpoints import BEST, CheckpointConfig, Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_better
 from shoal.train.technique.gradients import OnGradients, check_gradients
-from shoal.train.technique.journal import check_values
+from shoal.train.technique.journal import Header, check_values
 from shoal.train.technique.metrics import Metric
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import Launch, from_environment
+from shoal.world.progress_page import Phase, ProgressPage
 from shoal.world.world import World
 
 
@@ -78,16 +79,23 @@ class Run(RunConfig):
             device = choose_device(self.device, launch.local_rank)
             print(answer(config, launch.dry_run, launch.size, device), flush=True)
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
+        page = ProgressPage(launch.progress)
+        page.enter(Phase.BUILDING)
         self.world = _join(config, launch)
         atexit.register(self.world.close)
         exchange = parse_strategy(config.strategy).exchange.name
         with noting(
             self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
         ):
-            self._make(launch, said, kept, early_stop)
+            self._make(launch, said, kept, early_stop, page)
 
     def _make(
-        self, launch: Launch, said: Sequence[str], kept: CheckpointConfig, early_stop: EarlyStop | None
+        self,
+        launch: Launch,
+        said: Sequence[str],
+        kept: CheckpointConfig,
+        early_stop: EarlyStop | None,
+        page: ProgressPage,
     ) -> None:
         """All that takes memory."""
         config = self.config
@@ -97,9 +105,10 @@ class Run(RunConfig):
                 print(f"shoal: {sentence}", file=sys.stderr)
         make = build if config.step is None else build_own_step
         self.plan, self._context = make(config, self.world, launch.record)
+        self._context.meter.page = page
         if launch.still:
             self._context.model.eval()
-        self._calls = Calls.of(self.world, self._context.exchange)
+        self._calls = Calls.of(self.world, self._context.exchange, page)
         if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
         self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
@@ -113,6 +122,7 @@ class Run(RunConfig):
             self._progress.early_stop = early_stop
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
+        page.enter(Phase.BETWEEN)
         _at_exit(self._checkpoints.leave)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
@@ -124,19 +134,12 @@ class Run(RunConfig):
         self.__dict__ |= {"log": None, "progress": False}
 
     def _make_loop(self, finishing: str) -> Loop:
-        facts = {
-            "strategy": str(self.plan),
-            "workers": self.world.size,
-            "precision": self.precision,
-            "version": shoal.__version__,
-            **self._skew(),
-        }
         return Loop(
             self._context,
             self.schedule,
             self._checkpoints,
             _log_folder(self.config),
-            facts,
+            self._header(),
             self.progress,
             self.schedule_every,
             finishing,
@@ -322,6 +325,16 @@ class Run(RunConfig):
                 raise ConfigError(f"--set {key}={value}: it should be {wanted}.") from None
         steps = overrides.get("steps")
         return str(steps) if isinstance(steps, float) else steps
+
+    def _header(self) -> Header:
+        """What the event log begins with."""
+        return {
+            "strategy": str(self.plan),
+            "workers": self.world.size,
+            "precision": self.precision,
+            "version": shoal.__version__,
+            **self._skew(),
+        }
 
     def _skew(self) -> dict[str, str | float]:
         """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""

@@ -13,6 +13,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_STILL        1                                                    train the model in evaluation mode
     SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
     SHOAL_FINISHING    a path                                               what to create if a signal is obeyed later
+    SHOAL_PROGRESS     a path                                               the page in which to write how far it is
     SHOAL_DRY_RUN      tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
@@ -50,6 +51,8 @@ class Launch:
     """The socket at which our launcher listens to its workers; empty if another has started them."""
     finishing: str = ""
     """The file to create on a signal, where this worker ends a little later by itself; empty: no launcher waits."""
+    progress: str = ""
+    """The page by which our launcher sees how far this worker is (see progress_page.py); empty: nobody looks."""
     attempt: int = 0
     """How often torchrun has started the workers of this job anew."""
     dry_run: str = ""
@@ -89,6 +92,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         still=bool(env.get("SHOAL_STILL", "")),
         launcher=env.get("SHOAL_LAUNCHER", ""),
         finishing=env.get("SHOAL_FINISHING", ""),
+        progress=env.get("SHOAL_PROGRESS", ""),
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         dry_run=env.get("SHOAL_DRY_RUN", ""),
     )

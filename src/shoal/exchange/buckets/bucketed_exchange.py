@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 
 from shoal.exchange.buckets.backward_order import ForwardOrder
-from shoal.exchange.buckets.frozen import check_frozen, mark_frozen
+from shoal.exchange.frozen import check_frozen, mark_frozen
 from shoal.exchange.buckets.gradient_buckets import GradientBuckets
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.optimizer_state import Kept, cut_state, join_state

@@ -31,7 +31,7 @@ from shoal.exchange.buckets.bucket_cost import (
     whole_state,
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
-from shoal.exchange.buckets.frozen import compare_frozen, frozen_sum
+from shoal.exchange.frozen import compare_frozen, frozen_sum
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.shard_sums import zeros_for
 from shoal.exchange.contract import (

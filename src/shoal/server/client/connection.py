@@ -21,13 +21,17 @@ from shoal.server.protocol.signs_of_life import ServersNews, ServiceMessage, Wor
 from shoal.server.protocol.state_machine import Answer
 from shoal.server.protocol.view import LEDGER, View
 from shoal.server.transport.keys import JobKeys
+from shoal.server.transport.probe import probe
 from shoal.server.transport.shm_transport import ShmTransport, same_host
 from shoal.server.transport.sockets import Wire
 
 T = TypeVar("T")
 
 START_SECONDS = 60.0
-"""How long the servers may take to be there."""
+"""How long the servers of a launcher or of the first worker may take to be there: a busy host starts them slowly."""
+STAND_SECONDS = 4.0
+"""The same for servers that stand alone, which should be there already."""
+PROBE_SECONDS = 2.0
 STALL_SECONDS = 30.0
 """How long nothing may be heard from any server before a worker gives up."""
 UNANSWERED_SECONDS = 120.0
@@ -50,8 +54,13 @@ class Link:
         keys: JobKeys | None,
         rank: int,
         terms: ServiceMessage,
+        standing: bool = False,
     ) -> None:
+        """`standing`: the servers should be there already."""
         self.me = me
+        self._coordinator = coordinator
+        self._keys = keys
+        self._standing = standing
         self.rank = rank
         self._terms = terms
         self._out: deque[tuple[int, Message]] = deque()
@@ -72,6 +81,8 @@ class Link:
         self._ended = False
         self._problem = ""
         self._heard = self._began = time.monotonic()
+        self.met = False
+        """Whether anything has been heard at all."""
         self.held_since: float | None = None
         """When the part was claimed that this worker is working on."""
         self.news: ServersNews = {}
@@ -216,10 +227,8 @@ class Link:
             if self._problem:
                 raise ServersLost(self._problem)
             now = time.monotonic()
-            if not self.client.view.chains and now - self._began > START_SECONDS:
-                raise ServersLost(
-                    f"no servers after {START_SECONDS:.0f} s: {self._terms[2]} are wanted; start more, or use fewer."
-                )
+            if not self.client.view.chains:
+                self._check_start(now - self._began)
             # While a copy is being repaired a head may rightly answer nobody; the clock counts against it only when all
             # are whole.
             if now - began > UNANSWERED_SECONDS and self.news.get("whole"):
@@ -229,6 +238,37 @@ class Link:
                     f"nothing heard from servers or coordinator for {STALL_SECONDS:.0f} s; they have ended or cannot "
                     "be reached. Start again from the last checkpoint."
                 )
+
+    def _check_start(self, seconds: float) -> None:
+        """The servers are not there yet: raise why, as soon as that is clear."""
+        where = self._coordinator.removeprefix("tcp://")
+        late = seconds > START_SECONDS
+        if self.met:
+            if late or (self._standing and seconds > STAND_SECONDS):
+                raise ServersLost(
+                    f"too few servers after {seconds:.0f} s: the coordinator at {where} has "
+                    f"{self.news.get('servers', 0)}, and servers={self._terms[2]} are wanted; start more with "
+                    "`shoal server --join`, or say servers=N with a smaller N."
+                )
+            return
+        if not late and not (self._standing and seconds > STAND_SECONDS):
+            return
+        found = probe(self._coordinator, self._keys, PROBE_SECONDS) if self._keys is not None else "nobody"
+        if found == "wrong keys":
+            raise ServersLost(
+                f"the coordinator at {where} does not take these keys: they are of another job; give keys= the file "
+                "that its own `shoal server --keys` has written."
+            )
+        if found == "nobody":
+            raise ServersLost(
+                f"nobody listens at {where} after {seconds:.0f} s; start `shoal server --listen {where}` first, and "
+                "look whether the address and a firewall let workers reach it."
+            )
+        if late:
+            raise ServersLost(
+                f"the coordinator at {where} takes the keys and has said nothing for {seconds:.0f} s; look at its "
+                "host, which may be overloaded, or stopped."
+            )
 
     def _check_answers(self, requests: Sequence[Request], seconds: float) -> None:
         """Raise if a call is unanswered for too long. Servers carry calls out at once; only questions may wait."""
@@ -265,6 +305,7 @@ class Link:
                         # Sent even when nothing else is: silence is how the coordinator notices that a worker is gone.
                         self._out.append((COORDINATOR, self._sign(now)))
                     if arrived:
+                        self.met = True
                         self._heard = now
                         self.lock.notify_all()
                 self._send_all()
@@ -296,6 +337,7 @@ class Link:
                 self.news = {
                     "whole": message.meta.get("whole", False),
                     "busy": message.meta.get("busy", []),
+                    "servers": message.meta.get("servers", 0),
                     "epoch": message.epoch,
                 }
             return

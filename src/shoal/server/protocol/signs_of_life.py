@@ -55,4 +55,6 @@ class ServersNews(TypedDict, total=False):
     """Whether every shard is whole on as many servers as it should be."""
     busy: list[float]
     """The share of its time for which each server computes."""
+    servers: int
+    """How many servers the coordinator has."""
     epoch: int

@@ -138,6 +138,8 @@ class Coordinator:
                 self._release(who)
             if silent:
                 del self.workers[who]
+        if not self.view.chains and not self.workers:
+            self.terms = None  # of workers that have given up; the next may want fewer servers
         if self._learning_until is None and (self._dirty or not self.view.chains):
             self._dirty = False
             self._decide(now)
@@ -272,7 +274,8 @@ class Coordinator:
         """For workers: how the servers are."""
         known = [self.servers[s].load for s in self.view.addresses if s in self.servers]
         busy = [round(load.get("busy", 0.0), 3) for load in known]
-        answer: ServersNews = {"whole": all_whole(self.view, self.servers), "busy": busy}
+        whole = all_whole(self.view, self.servers)
+        answer: ServersNews = {"whole": whole, "busy": busy, "servers": len(self.servers)}
         return Message(MessageKind.ALIVE, self.view.epoch, meta=answer)
 
     def _in_doubt(self, now: float) -> bool:

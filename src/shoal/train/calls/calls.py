@@ -11,6 +11,7 @@ from types import TracebackType
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange
 from shoal.train.calls.watch import Watch, watch_of
+from shoal.world.progress_page import ProgressPage
 from shoal.world.world import World
 
 
@@ -22,8 +23,12 @@ class Calls:
     ...     calls.step(1)
     """
 
-    def __init__(self, watch: Watch | None = None, interval: int = 1) -> None:
+    def __init__(
+        self, watch: Watch | None = None, interval: int = 1, page: ProgressPage | None = None
+    ) -> None:
+        """`page`: where a launcher reads which call this rank is in."""
         self._watch = watch
+        self.page = page or ProgressPage()
         self._begun = [0] if watch is None else watch.begun
         self._interval = interval
         self._run = 0
@@ -35,9 +40,10 @@ class Calls:
             watch.intervals.append(interval)
 
     @staticmethod
-    def of(world: World, exchange: Exchange) -> Calls:
+    def of(world: World, exchange: Exchange, page: ProgressPage) -> Calls:
         """For a Run of these workers. Collective."""
-        return Calls() if exchange.uses_servers else Calls(watch_of(world), exchange.sync_interval)
+        watch = None if exchange.uses_servers else watch_of(world)
+        return Calls(watch, 1 if watch is None else exchange.sync_interval, page)
 
     @property
     def begun(self) -> int:
@@ -47,6 +53,7 @@ class Calls:
     def step(self, number: int) -> None:
         """Step `number`, counted from 1, begins, or is over with all before it."""
         self._begun[self._run] = number
+        self.page.step(number)
 
     def compare(self, what: str) -> None:
         """Wait until all ranks make this call; raises `CallMismatch` on all of them if they make different ones."""
@@ -81,8 +88,10 @@ class Together:
     def __init__(self, calls: Calls, what: str) -> None:
         self._calls = calls
         self._what = what
+        self._before = calls.page.phase
 
     def __enter__(self) -> None:
+        self._calls.page.calls(self._what)
         try:
             self._calls.compare(self._what)
         except Exception as error:
@@ -92,5 +101,7 @@ class Together:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is None:
+            self._calls.page.enter(self._before)
+        else:
             self._calls.explain(error)

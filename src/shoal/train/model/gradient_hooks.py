@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
-from shoal.exchange.buckets.frozen import compare_frozen, frozen_sum
+from shoal.exchange.frozen import compare_frozen, frozen_sum
 from shoal.torch_private import gradient_hooks_of, late_hooks_of, module_backward_hooks_of
 from shoal.world.world import World
 

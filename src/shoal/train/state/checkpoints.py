@@ -92,6 +92,8 @@ class Checkpoints:
         self._begun: tuple[str, int] = ("", -1)
         """Name and step of the last that was begun."""
         self._retention = Retention(config.keep)
+        self._steps: dict[str, int] = {}
+        """By name, after how many steps a checkpoint was begun."""
         root = config.root
         if root is None:
             return
@@ -112,6 +114,7 @@ class Checkpoints:
             if not context.exchange.uses_servers or context.world.rank == 0:
                 self._lock = FolderLock(root)
         self._saver = Saver(context.savers, root, self._committed, self._peers, self._guard, config.failures)
+        context.meter.page.keeps(str(root))
 
     def _check_remotes(self, root: Path) -> None:
         """A mistyped address is refused; one that cannot be reached now is no reason not to go on from the folder."""
@@ -344,10 +347,12 @@ class Checkpoints:
 
     def take_over(self, reader: Reader) -> Progress:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
+        self._context.meter.page.saved(reader.manifest.step)
         return take_over(self._context, reader)
 
     def _facts(self, name: str, progress: Progress, keep: str) -> Facts:
         context = self._context
+        self._steps[name] = progress.step
         orders: list[list[str]] = context.mesh.model.gather_values(list(context.exchange.order))
         state: dict[str, object] = {
             "optimizer": context.exchange.optimizer_kind,
@@ -390,6 +395,7 @@ class Checkpoints:
 
     def _committed(self, folder: Path) -> None:
         """On rank 0, in the saver's thread."""
+        self._context.meter.page.saved(self._steps.pop(folder.name, 0))
         for copier in self._copiers:
             copier.add(folder)
         busy = {name for copier in self._copiers for name in copier.busy()}
