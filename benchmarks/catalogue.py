@@ -22,6 +22,7 @@ BENCHMARKS = {
     "pipeline": "training",
     "balance": "training",
     "overhead": "training",
+    "checks": "training",
     "startup": "training",
     "collectives": "communication",
     "levels": "communication",
