@@ -27,11 +27,11 @@ from shoal.exchange.buckets.bucket_cost import (
     held_cost,
     reductions,
 )
-from shoal.exchange.frozen import frozen_here_only
 from shoal.exchange.buckets.norms import sum_of_squares
 from shoal.exchange.contract import JoinState, StepView, Tally, check_members
 from shoal.exchange.embeddings.back_ends import ToServers
 from shoal.exchange.embeddings.embedding_tables import Tables
+from shoal.exchange.frozen import frozen_here_only
 from shoal.exchange.ps_worker.bucket_shards import cut_shards, sum_of_slices
 from shoal.exchange.ps_worker.claim import ClaimState, WorkClaim, from_plain, to_plain
 from shoal.exchange.ps_worker.host_tier import Tier

@@ -28,7 +28,6 @@ from typing import ClassVar
 import torch
 
 from shoal.exchange.buckets.backward_order import ForwardOrder
-from shoal.exchange.frozen import check_frozen, mark_frozen
 from shoal.exchange.buckets.gradient_buckets import GradientBuckets
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.optimizer_state import Kept, cut_state, join_state
@@ -46,6 +45,7 @@ from shoal.exchange.contract import (
     detached,
     trainable,
 )
+from shoal.exchange.frozen import check_frozen, mark_frozen
 from shoal.exchange.local_tensor import is_cut, local, put
 from shoal.exchange.reduce.make_reducer import make_reducer
 from shoal.exchange.reduce.reducer import Reducer

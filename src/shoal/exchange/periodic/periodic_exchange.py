@@ -31,7 +31,6 @@ from shoal.exchange.buckets.bucket_cost import (
     whole_state,
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
-from shoal.exchange.frozen import compare_frozen, frozen_sum
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.shard_sums import zeros_for
 from shoal.exchange.contract import (
@@ -44,6 +43,7 @@ from shoal.exchange.contract import (
     Tally,
     check_members,
 )
+from shoal.exchange.frozen import compare_frozen, frozen_sum
 from shoal.exchange.local_tensor import local
 from shoal.exchange.periodic.outer_step import Fragments, Outer
 from shoal.exchange.periodic.sync_interval import Rounds, SyncInterval
