@@ -66,7 +66,7 @@ RPC, RAY, RAY_ARRAYS = "torch RPC", "Ray", "Ray, arrays"
 
 Push = Callable[[torch.Tensor], None]
 Place = tuple[str, JobKeys | None]
-"""Where a coordinator is, and what opens its door."""
+"""The address of a coordinator, and its keys."""
 
 
 class Pushed:

@@ -131,6 +131,13 @@ def test_without_it_the_workers_refuse(tmp_path: Path) -> None:
     assert sorted(marks(tmp_path)) == ["0 2", "1 2"]
 
 
+def test_the_name_of_before_is_taken_with_a_note(tmp_path: Path) -> None:
+    name = script(tmp_path, "model=lambda: Attends(3)", "strategy='ddp * tp2'")
+    done = shoal(tmp_path, "run", "--workers", "2", "--no-scout", name)
+    assert "--no-scout is now called --no-dry-run" in done.err
+    assert sorted(marks(tmp_path)) == ["0 2", "1 2"], "there was no dry run"
+
+
 def test_what_the_script_does_wrong_is_for_the_workers_to_show(tmp_path: Path) -> None:
     name = write(tmp_path, MARK + "{}['missing']\n" + TRAIN)
     done = shoal(tmp_path, "run", "--workers", "2", "--strategy", "ddp * tp2", name)

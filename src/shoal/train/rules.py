@@ -46,15 +46,22 @@ def check_numbers(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(f"accumulate={config.accumulate}; it must be at least 1.")
     if config.loader_workers < 0:
         raise ConfigError(f"loader_workers={config.loader_workers}; it must be at least 0.")
-    if uses_servers(plan) and (config.batchnorm == "sync" or is_stream(config.data)):
-        what = (
-            "batchnorm='sync' needs all workers at once"
-            if config.batchnorm == "sync"
-            else "a stream cannot go back"
-        )
+    _check_servers(config, plan, mesh)
+    _check_stages(config, plan, mesh)
+    parts = config.accumulate * pipeline_options(plan).microbatches
+    among = sharers(plan, mesh)
+    check_balance(config, plan, mesh, among.size)
+    needed = among.size * parts
+    if config.global_batch < needed:
+        who = "workers" if mesh.model.size == 1 else "replicas"
         raise ConfigError(
-            f"{what}, and under {plan} each works on parts that servers hand out; leave it out, or use ddp."
+            f"global_batch={config.global_batch} cannot be cut into {among.size} {who} × {parts} "
+            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
         )
+
+
+def _check_stages(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
+    """Refuse what the stages of a pipeline cannot do."""
     if config.batchnorm == "sync" and mesh.stages.size > 1:
         raise ConfigError(
             f"batchnorm='sync' under {plan}: the micro-batches of a pipeline run one after the other and cannot be "
@@ -70,25 +77,23 @@ def check_numbers(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
             f"recompute='{config.recompute}' under {plan}: a backward pass in two parts would compute every block "
             "twice more; use 1f1b."
         )
-    _check_servers(config, plan, mesh)
-    parts = config.accumulate * pipeline_options(plan).microbatches
-    among = sharers(plan, mesh)
-    check_balance(config, plan, mesh, among.size)
-    needed = among.size * parts
-    if config.global_batch < needed:
-        who = "workers" if mesh.model.size == 1 else "replicas"
-        raise ConfigError(
-            f"global_batch={config.global_batch} cannot be cut into {among.size} {who} × {parts} "
-            f"micro-batches = {needed} parts; use global_batch={needed} or more, fewer micro-batches, or fewer {who}."
-        )
 
 
 def _check_servers(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
-    """Refuse what needs a number that all workers have, where they meet at servers only."""
-    asked = [name for name in ("metrics", "early_stop") if getattr(config, name)]
-    if asked and uses_servers(plan) and mesh.world.size > 1:
+    """Refuse what needs all workers at once, or a number that all have, where they meet at servers only."""
+    if uses_servers(plan) and (config.batchnorm == "sync" or is_stream(config.data)):
+        what = (
+            "batchnorm='sync' needs all workers at once"
+            if config.batchnorm == "sync"
+            else "a stream cannot go back"
+        )
         raise ConfigError(
-            f"{asked[0]}= under {plan}: {mesh.world.size} workers meet at servers only and have no number in common; "
+            f"{what}, and under {plan} each works on parts that servers hand out; leave it out, or use ddp."
+        )
+    agreed = [name for name in ("metrics", "early_stop") if getattr(config, name)]
+    if agreed and uses_servers(plan) and mesh.world.size > 1:
+        raise ConfigError(
+            f"{agreed[0]}= under {plan}: {mesh.world.size} workers meet at servers only and have no number in common; "
             "leave it out, or use one worker, or ddp."
         )
 
