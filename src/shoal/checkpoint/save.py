@@ -259,7 +259,10 @@ class Saver:
         except BaseException as error:  # the next save counts it
             self._error = error
             if self._world.rank == 0:
+                shutil.rmtree(written, ignore_errors=True)
                 self._say(facts.name, error)
+            else:
+                self._hand_in(written, {"error": reason_of(error)})
         finally:
             self._committed.set()
             self._idle.set()
@@ -357,8 +360,8 @@ class Saver:
 
     def _say(self, name: str, error: BaseException) -> None:
         """At once, whatever the training does."""
-        if self._urgent or isinstance(error, FolderTaken):
-            return  # who asked for it hears of it; and that ends the run
+        if self._urgent or isinstance(error, FolderTaken) or self._deadline < math.inf:
+            return  # who asked for it hears of it; that ends the run; or the run has ended already
         facts = room_facts(self._root, self._needed)
         number = self._failed + 1
         then = "training goes on, and the next save tries again" if number < self._limit else "the run ends"
