@@ -17,7 +17,7 @@ from shoal.compress import TABLE as COMPRESSORS
 from shoal.compress import make_compressor
 from shoal.compress.base import Layout
 from shoal.compress.feedback import Feedback
-from shoal.config import parse_call, parse_strategy
+from shoal.config import parse_choice, parse_strategy
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
 from shoal.plan.check import check_text, promise_of
@@ -50,7 +50,7 @@ def turns(name: str, vector: torch.Tensor, default: torch.dtype) -> list[torch.T
         layout = Layout(
             vector.numel(), vector.dtype, vector.device, ((0, 16, 16),) if len(vector) > 256 else ()
         )
-        code = make_compressor(parse_call(name, "compressor")).code(layout)
+        code = make_compressor(parse_choice(name, "compressor")).code(layout)
         keeper, found = Feedback(code, layout), []
         for turn in range(3):
             sent, payload = vector.clone(), code.payload()

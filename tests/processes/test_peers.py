@@ -11,8 +11,10 @@ import pytest
 import torch
 from commands import losses, python, shoal, write
 
+import shoal.checkpoint.save as save_module
 from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
 from shoal.checkpoint.copies.peers import MEMORY, Peers
+from shoal.checkpoint.folder import look
 from shoal.checkpoint.layout.region import Region
 from shoal.checkpoint.layout.write_plan import Holding
 from shoal.checkpoint.load import Reader
@@ -63,6 +65,47 @@ def test_a_lost_host_is_made_up_for_by_its_neighbour(tmp_path: Path, workers: in
     hosts = [f"host-{rank * 2 // workers}" for rank in range(workers)]
     for step, right, left in spawn(lose_a_host, workers, str(tmp_path), lost, hosts=hosts):
         assert (step, right, left) == (2, True, [])
+
+
+def fail_once(world: World, folder: str) -> tuple[str, list[int], int]:
+    """One host's disk is full at one save: what it hears, which steps are on disk, and the step in its memory."""
+    root, memory = Path(folder) / "disk", Path(folder) / f"memory-{world.rank}"
+    memory.mkdir()
+    peers = Peers(world, root, memory)
+    saver = Saver(world, root, peers=peers)
+    whole = Region.whole((2000,))
+    mine = torch.full((1000,), float(world.rank))
+    held = [
+        (Holding("parameter/w", whole.within(1000 * world.rank, 1000 * (world.rank + 1)), mine.dtype), mine)
+    ]
+    real = save_module.write_block
+
+    def full(path: Path, _: memoryview) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    said = ""
+    for step in (1, 2, 3):
+        save_module.write_block = full if world.rank == 1 and step == 2 else real
+        saver.save(held, Facts(f"step-{step}", step, "test", {}))
+        try:
+            saver.rest()
+        except ConfigError as error:
+            said = str(error)
+        world.barrier()
+        if step == 2:
+            inside = look(peers._root)[0].manifest
+            assert inside is not None
+            assert inside.step == 1, "the copy in memory is of the last that was written"
+    inside = look(peers._root)[0].manifest
+    assert inside is not None
+    peers.close()
+    return said, sorted(found.manifest.step for found in look(root) if found.manifest), inside.step
+
+
+def test_a_disk_that_fails_leaves_no_neighbour_waiting(tmp_path: Path) -> None:
+    for said, steps, inside in spawn(fail_once, 2, str(tmp_path), hosts=["left", "right"]):
+        assert "No space left on device" in said
+        assert (steps, inside) == ([1, 3], 3)
 
 
 TRAIN = """

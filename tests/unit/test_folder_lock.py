@@ -58,6 +58,23 @@ def test_a_lock_is_there_while_it_is_held(tmp_path: Path) -> None:
     taken(tmp_path / "new").release()
 
 
+def test_at_a_prompt_the_new_run_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = taken(tmp_path)
+    monkeypatch.setattr(locks, "is_interactive", lambda: True)
+    second = taken(tmp_path)
+    assert (
+        "was in use by an earlier Run of this session; this run takes over its lock."
+        in capsys.readouterr().err
+    )
+    with pytest.raises(FolderTaken, match="has been taken over by"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+
+
 def test_a_lock_goes_with_its_run(tmp_path: Path) -> None:
     lock = taken(tmp_path)
     del lock

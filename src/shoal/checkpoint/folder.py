@@ -110,8 +110,11 @@ def step_in(name: str) -> int | None:
 def check_target(root: Path, name: str) -> None:
     """Refuse to put a checkpoint in the place of something else."""
     final = root / check_name(name)
-    ours = (final / FILE).exists() or (final.is_dir() and _has_shards(final))
-    if (final.exists() or final.is_symlink()) and not ours:
+    try:
+        ours = _has_manifest(final) or (final.is_dir() and _has_shards(final))
+    except OSError:  # closed to us: nothing takes its place
+        ours = False
+    if os.path.lexists(final) and not ours:
         raise ConfigError(f"{final} is there already and is no checkpoint; choose another name.")
 
 

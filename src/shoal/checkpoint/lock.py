@@ -24,6 +24,7 @@ from pathlib import Path
 
 from shoal.checkpoint.layout.sealed import read_file
 from shoal.errors import ConfigError
+from shoal.world.failure import is_interactive
 
 NAME = ".lock"
 BEAT = 3.0
@@ -63,6 +64,10 @@ class Owner:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host or 'an unknown host'}, since {self.since[:19].replace('T', ' ')} UTC"
 
+    def is_same(self, other: Owner) -> bool:
+        """Whether the two are one process."""
+        return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
+
     @property
     def lives(self) -> bool:
         """For one of this machine: whether its process is there."""
@@ -96,7 +101,8 @@ class FolderLock:
                 continue  # it has just gone
             self._wait_for_end(found, me)
             if self._take_over(found, me):
-                text = f"{self.root} was in use by {found}, which is gone; this run takes over its lock"
+                gone = "an earlier Run of this session" if found.is_same(me) else f"{found}, which is gone"
+                text = f"{self.root} was in use by {gone}; this run takes over its lock"
                 print(f"shoal: {text}.", file=sys.stderr, flush=True)
                 break
         self._owner = me
@@ -117,8 +123,8 @@ class FolderLock:
             found = self._read()
         if found is not None and found.token != self._owner.token:
             raise FolderTaken(
-                f"{self.root} has been taken over by {found}: nothing had been heard from this run for "
-                f"{WATCH:.0f} s, so it writes nothing more; give each run a checkpoint folder of its own."
+                f"{self.root} has been taken over by {found}: this run was not heard from for {WATCH:.0f} s, or was "
+                "made anew, and writes nothing more; give each run a checkpoint folder of its own."
             )
 
     def release(self) -> None:
@@ -156,7 +162,9 @@ class FolderLock:
     def _wait_for_end(self, found: Owner, me: Owner) -> None:
         """Return once the owner is gone; raise `FolderTaken` if it is not."""
         here = found.machine == me.machine != ""
-        if here and (found.pid, found.started) == (me.pid, me.started):
+        if found.is_same(me):
+            if is_interactive():  # whoever makes a Run once more means the new one
+                return
             raise FolderTaken(
                 f"{self.root} is in use by another Run of this script; give each Run a checkpoint folder of its own, "
                 "or let the loop of the first come to its end."

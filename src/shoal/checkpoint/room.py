@@ -54,13 +54,12 @@ def check_room(folder: Path, needed: int) -> str:
     return ""
 
 
-def failure_sentence(name: str, folder: Path, reason: str, needed: int) -> str:
-    """What is said of a checkpoint that could not be written."""
+def room_facts(folder: Path, needed: int) -> str:
+    """What is free and what a checkpoint takes."""
     try:
-        free = f"{megabytes(free_bytes(folder))} are free there and it takes {megabytes(needed)}"
+        return f"{megabytes(free_bytes(folder))} are free there and it takes {megabytes(needed)}"
     except OSError as error:
-        free = f"{folder} does not answer ({error.strerror})"
-    return f"checkpoint {name} could not be written ({reason}); {free}"
+        return f"{folder} does not answer ({error.strerror})"
 
 
 def reason_of(error: BaseException) -> str:

@@ -41,7 +41,7 @@ from shoal.checkpoint.layout.sealed import FILE, checksum, read_file, seal, unse
 from shoal.checkpoint.layout.shard_file import DTYPES, NAMES, PAGE, Slot, head, place, write_block
 from shoal.checkpoint.layout.write_plan import Holding, Write, assign
 from shoal.checkpoint.lock import FolderTaken
-from shoal.checkpoint.room import failure_sentence, reason_of
+from shoal.checkpoint.room import reason_of, room_facts
 from shoal.errors import ConfigError
 from shoal.world.shm.memory import put
 from shoal.world.world import World
@@ -121,6 +121,7 @@ class Saver:
         self._failed = 0
         """How many have failed in a row, without the last one; the same on every rank."""
         self._last = ""
+        self._urgent = False
         self._deadline = math.inf
         self._threaded = False
 
@@ -135,6 +136,7 @@ class Saver:
         self._plan([holding for holding, _ in state])
         self._error = None
         self._last = facts.name
+        self._urgent = urgent
         for write, target in zip(self._writes, self._targets, strict=True):
             put(target, _elements(state[write.holding][1], write))
         self._turn += 1
@@ -164,7 +166,7 @@ class Saver:
                 raise error
             raise ConfigError(
                 f"a checkpoint could not be written to {self._root} ({self._last}: {reason_of(error)}); "
-                "free some space, or choose another folder."
+                f"{room_facts(self._root, self._needed)}. Free some space, or choose another folder."
             ) from error
 
     def rest(self) -> None:
@@ -257,7 +259,10 @@ class Saver:
         except BaseException as error:  # the next save counts it
             self._error = error
             if self._world.rank == 0:
+                shutil.rmtree(written, ignore_errors=True)
                 self._say(facts.name, error)
+            else:
+                self._hand_in(written, {"error": reason_of(error)})
         finally:
             self._committed.set()
             self._idle.set()
@@ -355,13 +360,13 @@ class Saver:
 
     def _say(self, name: str, error: BaseException) -> None:
         """At once, whatever the training does."""
-        if isinstance(error, FolderTaken):
-            return  # it ends the run
-        text = failure_sentence(name, self._root, reason_of(error), self._needed)
+        if self._urgent or isinstance(error, FolderTaken) or self._deadline < math.inf:
+            return  # who asked for it hears of it; that ends the run; or the run has ended already
+        facts = room_facts(self._root, self._needed)
         number = self._failed + 1
         then = "training goes on, and the next save tries again" if number < self._limit else "the run ends"
-        text = f"{text}; {then} (failure {number} of {self._limit} in a row)"
-        print(f"shoal: {text}.", file=sys.stderr, flush=True)
+        text = f"checkpoint {name} could not be written ({reason_of(error)}); {facts}; {then}"
+        print(f"shoal: {text} (failure {number} of {self._limit} in a row).", file=sys.stderr, flush=True)
 
     def _reports(self, written: Path, rank: int) -> list[FileReport] | str:
         """What a rank says of its files, once it has written them; or why it has not."""

@@ -93,7 +93,7 @@ class Loop:
             if stop.number:
                 stop.leave()
         except GeneratorExit:  # the user has had enough
-            self.checkpoints.wait()
+            self.checkpoints.leave()
             raise
         except BaseException as error:
             self.checkpoints.abandon()

@@ -225,7 +225,7 @@ class Checkpoints:
             self._release()
 
     def leave(self) -> None:
-        """The process ends: the same, and what went wrong has been said."""
+        """The loop has been left, or the process ends: the same, and what went wrong has been said."""
         with suppress(ConfigError):
             self.wait()
 
