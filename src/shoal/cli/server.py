@@ -32,7 +32,7 @@ def server(
     share = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // max(1, servers)))
     # Libraries start threads as they are loaded, and only a process without threads may be forked.
     os.environ.update({"OMP_NUM_THREADS": share, "OPENBLAS_NUM_THREADS": "1"})
-    from shoal.cluster.standalone import stand
+    from shoal.cluster.standalone import run_servers
 
     import_module("torch._dynamo")  # the first optimizer of a process imports it: once, here, for all servers
-    stand(listen, join, Path(keys).expanduser().absolute(), servers, share)
+    run_servers(listen, join, Path(keys).expanduser().absolute(), servers, share)

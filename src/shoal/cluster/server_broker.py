@@ -1,6 +1,6 @@
-"""Where workers ask their launcher for servers: a socket in the job's private folder.
+"""A socket in the job's private folder, at which workers request parameter servers from their launcher.
 
-Whether a script needs servers shows only once it runs, and they are started when the first worker asks.
+Whether a script needs servers shows only once it runs, so they are started at the first request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.cluster.server_supervisor import Attendants, Watch
+from shoal.cluster.server_supervisor import ServerSupervisor, Watch
 from shoal.server.transport.keys import JobKeys
 
 _SECOND = "one `shoal run` has servers for one Run with strategy ps; start the script again for another."
@@ -22,11 +22,11 @@ class ServerBroker:
     def __init__(self, folder: str, threads: str, watch: Watch, forget: Callable[[int], None]) -> None:
         self.path = str(Path(folder) / "launcher.sock")
         self._keys = JobKeys.make()
-        self._servers = Attendants(threads, self._keys, watch, forget)
+        self._servers = ServerSupervisor(threads, self._keys, watch, forget)
         self._workers: dict[int, int] = {}
-        """Rank -> the number of its worker in the job."""
+        """By rank, the number by which servers know this worker."""
         self.replaces = False
-        """Whether a worker that is lost can be replaced: the others meet it at servers only."""
+        """Whether a killed worker can be replaced: workers exchange parameters with servers only."""
         self._started = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
@@ -40,9 +40,9 @@ class ServerBroker:
         return [self._listener.fileno(), *self._servers.descriptors]
 
     def worker_ended(self, rank: int) -> None:
-        """A worker is gone: what it was working on can go to others now."""
+        """A worker has ended: its part of the step can go to others."""
         if rank in self._workers:
-            self._servers.tell_gone(self._workers.pop(rank))
+            self._servers.report_end(self._workers.pop(rank))
 
     def close(self) -> None:
         """End the servers."""
@@ -54,20 +54,20 @@ class ServerBroker:
         with line:
             line.settimeout(5.0)
             try:
-                asked = json.loads(line.makefile("rb").readline(65536))
-                servers = int(asked["servers"])
-                rank = int(asked["rank"])
-                me = int(asked["id"])
+                request = json.loads(line.makefile("rb").readline(65536))
+                servers = int(request["servers"])
+                rank = int(request["rank"])
+                me = int(request["id"])
                 if rank in self._workers:
                     line.sendall(json.dumps({"refused": _SECOND}).encode() + b"\n")
                     return
-                self.replaces = self.replaces or bool(asked["replaceable"])
+                self.replaces = self.replaces or bool(request["replaceable"])
                 self._start(servers)
                 self._workers[rank] = me
                 answer = {"address": self._servers.address, "keys": self._keys.to_text()}
                 line.sendall(json.dumps(answer).encode() + b"\n")
             except (OSError, ValueError, KeyError, TypeError):
-                return  # it ended before it had said what it wants, or heard the answer
+                return  # the worker ended before its request or the answer was complete
 
     def _start(self, servers: int) -> None:
         if not self._started:

@@ -14,13 +14,13 @@ from shoal.errors import WorkerFailed
 
 SCRIPT = """
 import os, selectors, signal
-from shoal.cluster.server_supervisor import Attendants
+from shoal.cluster.server_supervisor import ServerSupervisor
 from shoal.server.transport.keys import JobKeys
 
 selector = selectors.EpollSelector()
 before = set(os.listdir("/proc/self/fd"))
 watch = lambda descriptor, action: selector.register(descriptor, selectors.EVENT_READ, action)
-made = Attendants("1", JobKeys.make(), watch, selector.unregister)
+made = ServerSupervisor("1", JobKeys.make(), watch, selector.unregister)
 made.coordinate()
 for slot in range(2):
     made.serve(slot)
