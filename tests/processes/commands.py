@@ -91,13 +91,13 @@ def fresh(folder: Path, *command: str) -> subprocess.Popen[str]:
 Start = Callable[..., "subprocess.Popen[str] | Command"]
 
 
-def finish(process: subprocess.Popen[str] | Command) -> Done:
+def finish(process: subprocess.Popen[str] | Command, timeout: float = DEADLINE) -> Done:
     try:
-        out, err = process.communicate(timeout=DEADLINE)
+        out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"no end after {DEADLINE:.0f} s:\n{out}\n{err}") from None
+        raise AssertionError(f"no end after {timeout:.0f} s:\n{out}\n{err}") from None
     assert process.returncode is not None
     return Done(process.returncode, out, err, time.time())
 

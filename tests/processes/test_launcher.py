@@ -323,7 +323,7 @@ def test_busy_port_is_one_sentence(shell: Shell) -> None:
         (["run", "--at", "nowhere", "train.py"], "--at nowhere is not ADDRESS:PORT"),
         (["run", "--set", "clip", "train.py"], "--set clip is not KEY=VALUE"),
         (["server", "--listen", "0.0.0.0:7077", "--keys", "none"], "--listen 0.0.0.0:7077 is every address"),
-        (["server", "--listen", "[::]:7077", "--keys", "none"], "name the one that they reach it by"),
+        (["server", "--listen", "[::]:7077", "--keys", "none"], "name the one by which workers reach it"),
     ],
 )
 def test_wrong_requests_are_one_sentence(shell: Shell, args: list[str], words: str) -> None:

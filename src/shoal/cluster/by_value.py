@@ -1,9 +1,9 @@
 """Functions and classes of a program that cannot be imported, as bytes for a process of its own, and back.
 
-What a notebook's cell or a script's `__main__` defines has no module that a worker could import. So it travels as it
-is: the code, and of the globals around it those that the code names. All else is pickled by name as usual. The bytes go
-from a program to processes that it has started itself, through a file in a folder that is private to the user: whoever
-could change them could as well change the program. Nothing that came over a network is ever read here.
+What a notebook's cell or a script's `__main__` defines is in no module that a worker could import. So its code is sent,
+with those of its globals that the code names; everything else is pickled by name as usual. The bytes go from a program
+to processes that it has started itself, through a file in a folder that is private to the user: whoever could change
+them could as well change the program. Nothing that came over a network is ever read here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EMPTY = types.CellType()
 
 
 def to_bytes(value: Any, what: str) -> bytes:
-    """`value`, with what it needs from this program.
+    """`value` as bytes, with the functions, classes and globals of this program that it needs.
 
     >>> from_bytes(to_bytes((lambda x: x + 1, [2]), "a function"))[0](1)
     2
@@ -52,7 +52,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` has made, in this process. Functions of `__main__` become those of this `__main__`."""
+    """The value that `to_bytes` was given. Functions of `__main__` get the globals of this process's `__main__`."""
     sources, value = marshal.loads(data)
     for name, lines in sources.items():  # so that a traceback shows the lines of a cell
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -60,12 +60,12 @@ def from_bytes(data: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles by value what no other process could import."""
+    """Pickles by value the functions and classes that no other process could import."""
 
     def __init__(self, stream: io.BytesIO, protocol: int) -> None:
         super().__init__(stream, protocol)
         self.sources: dict[str, list[str]] = {}
-        """Lines of code that is in no file."""
+        """The source lines of code that is in no file, by the name that tracebacks show."""
 
     def reducer_override(self, value: Any) -> Any:
         special = _REDUCERS.get(type(value))
@@ -85,7 +85,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_importable(value: Any) -> bool:
-    """Whether another process finds the same under its name."""
+    """Whether another process would import the same object by its name."""
     name = value.__module__
     if name == MAIN:
         return False
@@ -116,7 +116,7 @@ def _reduce_function(function: types.FunctionType) -> Any:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Every global that a piece of code looks up, and the functions and classes that it makes."""
+    """Every global that a code object looks up, also within the functions and classes that it defines."""
     yield from (str(i.argval) for i in dis.get_instructions(code) if i.opname in _LOOKS_UP)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -163,7 +163,7 @@ def _reduce_class(made: type) -> Any:
 
 
 def _make_class(kind: type, name: str, bases: tuple[type, ...], first: dict[str, Any]) -> type:
-    """The class without its contents, which may need the class itself."""
+    """The class without its attributes: their functions may refer to the class, so they are filled in later."""
     made = types.new_class(name, bases, {"metaclass": kind}, lambda space: space.update(first))
     return _known(made)
 
@@ -179,7 +179,7 @@ def _make_enum(base: Any, name: str, members: dict[str, Any], module: str, qualn
 
 
 def _known(made: type) -> type:
-    """A class of `__main__` is found there by name, also where only its instances have come."""
+    """Let `__main__` have its own class by name, also where only an instance was sent."""
     if made.__module__ == MAIN and "." not in made.__qualname__:
         setattr(sys.modules[MAIN], made.__name__, made)
     return made
@@ -211,7 +211,7 @@ _REDUCERS: Mapping[type, Callable[[Any], Any]] = {
     classmethod: lambda value: (classmethod, (value.__func__,)),
     property: lambda value: (property, (value.fget, value.fset, value.fdel, value.__doc__)),
     functools.cached_property: _reduce_cached,
-    # What dataclasses know by identity.
+    # Dataclasses compare these markers by identity.
     type(dataclasses.MISSING): lambda _: (getattr, (dataclasses, "MISSING")),
     dataclasses._FIELD_BASE: lambda value: (getattr, (dataclasses, value.name)),  # type: ignore[attr-defined]
 }

@@ -1,7 +1,7 @@
-"""`shoal.launch`: several workers for one function, from a notebook's cell, a prompt or a script.
+"""`shoal.launch`: run one function in several workers, from a notebook's cell, a prompt or a script.
 
 The workers are fresh interpreters: a program that has run torch has threads, and cannot be forked. They get the
-function by value, and are started, watched and ended as those of `shoal run` are.
+function by value, and are started, watched and ended like those of `shoal run`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def launch(function: Callable[..., Result], *args: Any, workers: int = 2) -> Res
 
 
 def take(script: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """In a worker: what it is there for. It sees the paths and arguments of the program that has launched it."""
+    """In a worker: the function to call and its arguments. Sets sys.path and sys.argv to those of the program."""
     folder = os.path.dirname(script)
     sys.path[:], sys.argv[:] = from_bytes(Path(folder, _SETTINGS).read_bytes())
     found: tuple[Callable[..., Any], tuple[Any, ...]] = from_bytes(Path(folder, _FUNCTION).read_bytes())
@@ -79,7 +79,7 @@ def take(script: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def give(script: str, result: Any) -> None:
-    """In a worker: rank 0's result goes back to the program, by name, for what it has defined it finds by itself."""
+    """In a worker: write rank 0's result for the program. Pickled by name: the program has its own definitions."""
     if from_environment().rank > 0:
         return
     try:

@@ -1,8 +1,8 @@
 """Start the workers of this host, watch them, and raise the first cause if one fails.
 
 The launcher imports torch once and forks: four workers start about as fast as one and share the memory of the
-import. Forking is only sound in a process with a single thread, so the launcher looks, and starts fresh
-interpreters where it finds more.
+import. Forking is safe only in a process with a single thread, so the launcher counts its threads, and starts fresh
+interpreters if there are several.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,20 +43,20 @@ class Job:
     workers: int = 1
     """Workers on this host."""
     overrides: Mapping[str, Value] = field(default_factory=dict)
-    """What the script's Run takes from outside, such as strategy and steps."""
+    """Settings of the script's Run that the command line overrides, such as strategy and steps."""
     threads: int | None = None
     """Threads of each worker; None keeps OMP_NUM_THREADS or divides the cores."""
     output: Output = "first"
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More variables for the workers; they win over what the launcher would set."""
+    """More environment variables of the workers; they win over the launcher's own."""
     hosts: int = 1
     host: int = 0
     at: str = ""
     """ADDRESS:PORT of host 0, where workers of several hosts meet."""
     seconds: float | None = None
-    """How long the workers may take; whoever is not done then is ended, and that is no failure."""
+    """The workers are ended after this time, and that is no failure; None: they may take as long as they need."""
     fresh: bool = False
-    """Whether the launcher is a program with a life of its own: it is never forked, and its stdin stays with it."""
+    """Start fresh interpreters always, and keep stdin: the launcher is a user's program, as under `shoal.launch`."""
 
     hang_limit: float = HANG_SECONDS
     """Seconds after which a worker that hangs ends the run; 0: it never does. See stalls.py."""
@@ -86,15 +87,15 @@ def run_job(job: Job) -> None:
         crew = Crew(folder, job.size, interrupts, job.host_name, stalls)
         crew.keep_from_workers(private.descriptor)
         broker = _server_broker(folder, threads, crew) if forkable and job.hosts == 1 else None
-        starts = Starts(job, folder, crew, threads, forkable, broker)
-        crew.replace = starts.again
+        starter = WorkerStarter(job, folder, crew, threads, forkable, broker)
+        crew.replace = starter.replace
         if broker is not None:
             crew.ended = broker.worker_ended
             crew.independent = lambda: broker.replaces
         try:
             with interrupts.held():
                 for index in range(job.workers):
-                    starts.start(index)
+                    starter.start(index)
             crew.watch(job.seconds)
         finally:
             crew.end()
@@ -185,7 +186,7 @@ def _single_threaded() -> bool:
 
 @contextmanager
 def forkable_imports(job: Job) -> Iterator[None]:
-    """Whoever imports torch before `run_job` does so in here, or the workers start as fresh interpreters.
+    """Import torch before `run_job` only inside this context, or the workers start as fresh interpreters.
 
     OpenBLAS, which numpy loads, starts its threads at import unless told not to; OpenMP waits for first use.
     """
@@ -204,14 +205,14 @@ def forkable_imports(job: Job) -> Iterator[None]:
 
 
 def _server_broker(folder: str, threads: str, crew: Crew) -> ServerBroker:
-    from shoal.cluster.server_broker import ServerBroker  # torch comes with it, and is here only by now
+    from shoal.cluster.server_broker import ServerBroker  # imports torch, which the launcher has done by now
 
     return ServerBroker(folder, threads, crew.attend, crew.forget)
 
 
 @dataclass
-class Starts:
-    """Starts workers, and starts one again that was lost where the others can go on without it."""
+class WorkerStarter:
+    """Starts workers, and replaces one that was killed, if the others can go on without it."""
 
     job: Job
     folder: str
@@ -244,8 +245,8 @@ class Starts:
             streams.close()
         self.crew.add(rank, pid, streams.relays, progress)
 
-    def again(self, rank: int) -> bool:
-        """A worker was killed: start it again, if it meets the others at servers only and did live for a while."""
+    def replace(self, rank: int) -> bool:
+        """A worker was killed: start another in its place. False if the others need this one, or it keeps dying."""
         if self.broker is None or not self.broker.replaces:
             return False
         recent = [at for at in self.times[rank] if time.monotonic() - at < worker.AGAIN_SECONDS]
@@ -294,6 +295,8 @@ def _fork(task: worker.Task, streams: OutputStreams, descriptors: Sequence[int],
             os.close(relay.source)
         worker.leave_parent(threads)
         worker.run(task)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)  # never back into the launcher's code
 

@@ -40,7 +40,7 @@ class Relay:
         return bool(data)
 
     def finish(self) -> None:
-        """Pass on the rest without waiting for the pipe to close: a grandchild may hold it open for ever."""
+        """Pass on the rest, and do not wait until the pipe closes: a child of the worker may hold it open for ever."""
         while self.pump():
             pass
         if self._partial:
@@ -72,9 +72,9 @@ class OutputStreams:
 
 
 def open_streams(output: Output, folder: str, rank: int, first: bool, reads: bool = True) -> OutputStreams:
-    """The streams of worker `rank`; the first worker of a host keeps the terminal's stdin, if it is seen.
+    """The streams of worker `rank`. The first worker of a host gets the terminal's stdin, if its output is shown.
 
-    `reads`: else nobody does, for the launcher reads from it itself.
+    `reads`: whether a worker may have stdin at all; not where the launcher reads from it itself.
     """
     stdin = 0 if first and reads and output != "none" else os.open(os.devnull, os.O_RDONLY)
     if output == "all":
@@ -100,7 +100,7 @@ def tail(folder: str, rank: int) -> str:
 
 
 def _without_our_frames(lines: list[str]) -> list[str]:
-    """A crash in C code prints its frames, innermost first: cut them where the launcher's own begin."""
+    """faulthandler prints the frames of a crash, innermost first: leave out those of the launcher."""
     ours = (i for i, line in enumerate(lines) if line.endswith("in _run_script") and "worker.py" in line)
     return lines[: next(ours, len(lines))]
 

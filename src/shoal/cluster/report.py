@@ -26,7 +26,7 @@ Kind = Literal["config", "error", "consequence"]
 
 @dataclass(frozen=True)
 class Report:
-    """Why a worker failed, in its own words."""
+    """Why a worker failed, written by the worker."""
 
     rank: int
     time: float

@@ -1,6 +1,6 @@
-"""Where workers ask their launcher for servers: a socket in the job's private folder.
+"""A socket in the job's private folder, at which workers request parameter servers from their launcher.
 
-Whether a script needs servers shows only once it runs, and they are started when the first worker asks.
+Whether a script needs servers shows only once it runs, so they are started at the first request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ServerBroker:
         self._keys = JobKeys.make()
         self._servers = ServerSupervisor(threads, self._keys, watch, forget)
         self._workers: dict[int, int] = {}
-        """Rank -> the number of its worker in the job."""
+        """By rank, the number by which servers know this worker."""
         self.replaces = False
-        """Whether a worker that is lost can be replaced: the others meet it at servers only."""
+        """Whether a killed worker can be replaced: workers exchange parameters with servers only."""
         self._started = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
@@ -40,9 +40,9 @@ class ServerBroker:
         return [self._listener.fileno(), *self._servers.descriptors]
 
     def worker_ended(self, rank: int) -> None:
-        """A worker is gone: what it was working on can go to others now."""
+        """A worker has ended: its part of the step can go to others."""
         if rank in self._workers:
-            self._servers.tell_gone(self._workers.pop(rank))
+            self._servers.report_end(self._workers.pop(rank))
 
     def close(self) -> None:
         """End the servers."""
@@ -67,7 +67,7 @@ class ServerBroker:
                 answer = {"address": self._servers.address, "keys": self._keys.to_text()}
                 line.sendall(json.dumps(answer).encode() + b"\n")
             except (OSError, ValueError, KeyError, TypeError):
-                return  # it ended before it had said what it wants, or heard the answer
+                return  # the worker ended before its request or the answer was complete
 
     def _start(self, servers: int) -> None:
         if not self._started:

@@ -1,8 +1,8 @@
-"""Coordinator and servers as children of this process: started once, and again when one ends.
+"""Coordinator and servers as child processes: started, and replaced when one ends.
 
-The parent sees the end of a child at once and tells the coordinator, so nobody waits for a silence to be long enough. A
-new server takes the place of one that ended and gets its shards from the copies; a new coordinator learns everything
-from the servers.
+The parent sees the end of a child at once and reports it to the coordinator, which need not wait for a timeout. A new
+server takes the place of one that ended and gets its shards from the copies; a new coordinator gets its state from the
+servers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shoal.server.transport.shm_transport import new_id
 
 _PR_SET_NAME = 15
 _GONE = 256
-"""How many of those who have ended a new coordinator is told."""
+"""How many of the latest ends are reported to a new coordinator."""
 
 Watch = Callable[[int, Callable[[], None]], None]
 
 
 class ServerSupervisor:
-    """`watch(descriptor, action)` has the parent's selector call back; `forget` undoes it."""
+    """Starts and replaces them. `watch(descriptor, action)` registers with the selector, `forget` undoes it."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class ServerSupervisor:
         self._watch = watch
         self._forget = forget
         self.address = ""
-        """Where the coordinator is."""
+        """The address of the coordinator."""
         self.closing: Callable[[], list[int]] = list
         """Descriptors that a forked child inherits and must close."""
         self._generation = generation
         self._pids: dict[int, tuple[str, int, int]] = {}
-        """Process -> where it listens, its slot, its number in the job, which for the coordinator is 0."""
+        """By process: where it listens, its slot, and its number in the job (0 for the coordinator)."""
         self._watched: dict[int, int] = {}
-        """Process -> the descriptor that tells of its end."""
+        """By process: the descriptor that becomes readable at its end."""
         self._to_coordinator = -1
         self._gone: list[int] = []
-        """Who has ended of late, for a coordinator that is started after that."""
+        """The numbers of those that have ended, for a coordinator that is started later."""
         self._ends: list[float] = []
         self._ended = False
 
@@ -96,20 +96,20 @@ class ServerSupervisor:
         self.address = found or self.address
 
     def serve(self, slot: int, listen: str = LOOPBACK) -> None:
-        """Start a server; `slot` is its place among the servers."""
+        """Start a server; `slot` is its number among the servers."""
         me = new_id()
         keys = self._keys
         address = self.address
         self._fork(listen, slot, me, lambda: serve(address, keys, listen, slot=slot, me=me))
 
-    def tell_gone(self, who: int) -> None:
-        """Let the coordinator know that somebody has ended, and whoever takes over from it."""
+    def report_end(self, who: int) -> None:
+        """Report the end of a server or worker to the coordinator, and to each that replaces it."""
         self._gone = [*self._gone[1 - _GONE :], who]
         if self._to_coordinator >= 0:
             try:
                 os.write(self._to_coordinator, who.to_bytes(8, "little"))
             except OSError:
-                return  # it has ended too, and its successor will miss them soon enough
+                return  # it has ended too; its successor gets the list
 
     def close(self) -> None:
         """End them all."""
@@ -157,12 +157,12 @@ class ServerSupervisor:
 
     def _reap(self, pid: int) -> None:
         if pid not in self._pids:
-            return  # it was ended meanwhile
+            return  # `close` has collected it
         self._unwatch(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         listen, slot, me = self._pids.pop(pid)
         now = time.monotonic()
-        own = [] if code == -signal.SIGKILL else [now]  # what is killed has done nothing wrong
+        own = [] if code == -signal.SIGKILL else [now]  # a killed process has not failed by itself
         self._ends = [at for at in self._ends if now - at < AGAIN_SECONDS] + own
         if self._ended:
             return
@@ -172,7 +172,7 @@ class ServerSupervisor:
         if not me:
             self.coordinate(self.address or listen)
         else:
-            self.tell_gone(me)
+            self.report_end(me)
             self.serve(slot, listen)
 
 
@@ -182,7 +182,7 @@ def _name(text: str) -> None:
 
 
 def _numbers(descriptor: int) -> list[int]:
-    """What has come through the parent's pipe."""
+    """The numbers that the parent has written into the pipe since the last call."""
     try:
         data = os.read(descriptor, 4096)
     except BlockingIOError:

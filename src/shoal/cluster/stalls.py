@@ -175,10 +175,8 @@ class Stalls:
         others = [
             one.rank for one in self._workers.values() if one not in guilty and one.still > TELL_SECONDS
         ]
-        said = (
-            f"{self._names(fresh)} {'has' if len(fresh) == 1 else 'have'} not moved for {first.still:.0f} s: "
-        )
-        said += str(first.place)
+        have = "has" if len(fresh) == 1 else "have"
+        said = f"{self._names(fresh)} {have} not moved for {first.still:.0f} s: {first.place}"
         if first.place.usual and first.place.phase.in_step:
             said += f" (a step takes {first.place.usual:.2g} s at most)"
         said += "."

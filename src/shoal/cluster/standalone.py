@@ -1,4 +1,4 @@
-"""Servers that stand alone: they outlive the workers, and serve one job on as many hosts as it has."""
+"""Parameter servers without a launcher of workers: they outlive the workers, and serve one job on all its hosts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def run_servers(listen: str, join: str, keys: Path, servers: int, threads: str) 
         raise ConfigError(f"--listen {listen} is not ADDRESS:PORT; write it like --listen 127.0.0.1:7000.")
     if address.strip("[]") in ("", "*", "0.0.0.0", "::"):
         raise ConfigError(
-            f"--listen {listen} is every address of this host, and workers have to be told one; name the one that they "
-            "reach it by."
+            f"--listen {listen} is every address of this host; name the one by which workers reach it."
         )
     if servers < 1:
         raise ConfigError(f"--servers {servers} is too few; it must be at least 1.")
     if join and not keys.exists():
-        raise ConfigError(f"there are no keys at {keys}; copy the file that the coordinator's host has made.")
+        raise ConfigError(
+            f"there are no keys at {keys}; copy the file that the coordinator's host has supervisor."
+        )
     if not keys.exists():
         JobKeys.make().write(keys)
     known = JobKeys.read(keys)
     selector = selectors.EpollSelector()
     with Interrupts() as interrupts:
         selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
-        made = ServerSupervisor(
+        supervisor = ServerSupervisor(
             threads,
             known,
             lambda descriptor, action: _register(selector, descriptor, action),
@@ -44,12 +45,12 @@ def run_servers(listen: str, join: str, keys: Path, servers: int, threads: str) 
         try:
             with interrupts.held():
                 if join:
-                    made.address = f"tcp://{join}"
+                    supervisor.address = f"tcp://{join}"
                 else:
-                    made.coordinate(f"tcp://{listen}")
+                    supervisor.coordinate(f"tcp://{listen}")
                 for slot in range(servers):
-                    made.serve(-1 if join else slot, f"tcp://{address}:*")
-            where = join or made.address.removeprefix("tcp://")
+                    supervisor.serve(-1 if join else slot, f"tcp://{address}:*")
+            where = join or supervisor.address.removeprefix("tcp://")
             text = f"{servers} server{'s' if servers > 1 else ''} of the coordinator at {where}; keys: {keys}"
             print(
                 f'shoal: {text}\nshoal: workers use --strategy "ps(at={where}, keys={keys})"', file=sys.stderr
@@ -58,7 +59,7 @@ def run_servers(listen: str, join: str, keys: Path, servers: int, threads: str) 
                 for key, _ in selector.select():
                     key.data()
         finally:
-            made.close()
+            supervisor.close()
             selector.close()
     number = interrupts.received[0]
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -31,13 +31,13 @@ DYING_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 """How long after a polite signal the rest is killed."""
 FINISH_SECONDS = 600.0
-"""And where workers have said that they finish a step and save it first."""
+"""The same for workers that finish a step and save it first."""
 FINISHING = "finishing-"
-"""The beginning of the names of files by which workers say so, in the private folder."""
+"""The prefix of the files that such workers create in the private folder."""
 
 
 class Interrupts:
-    """Turns Ctrl-C, SIGTERM and SIGHUP into bytes that the selector can wait for. Use as a context."""
+    """Turns Ctrl-C, SIGTERM and SIGHUP into bytes in a pipe that the selector waits for. Use as a context."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -63,13 +63,13 @@ class Interrupts:
             os.close(descriptor)
 
     def collect(self) -> None:
-        """Take what has arrived: each byte is the number of a signal."""
+        """Read the pipe: each byte is the number of a signal."""
         numbers = os.read(self.descriptors[0], 64)
         self.received += [signal.Signals(n) for n in numbers if n in STOP_SIGNALS]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back while workers start: none may reach a worker before its handlers are set."""
+        """Block signals while workers start: none may reach a worker before its handlers are set."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             yield
@@ -116,11 +116,11 @@ class Crew:
         self._selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
 
     def attend(self, descriptor: int, action: Callable[[], None]) -> None:
-        """Call back when there is something to read."""
+        """Call `action` whenever the descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def forget(self, descriptor: int) -> None:
-        """Watch a descriptor no longer."""
+        """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
 
     def keep_from_workers(self, descriptor: int) -> None:
@@ -129,7 +129,7 @@ class Crew:
 
     @property
     def descriptors(self) -> list[int]:
-        """What a forked worker inherits and must close."""
+        """Descriptors that a forked worker inherits and must close."""
         watched = [key.fd for key in self._selector.get_map().values()]
         return [self._selector.fileno(), self._interrupts.descriptors[1], *watched, *self._own]
 
@@ -170,7 +170,7 @@ class Crew:
             raise report.first_cause(self._endings, self._size)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End whoever still runs: politely, then not. A second Ctrl-C cuts the politeness short."""
+        """End the workers that still run: by this signal, and after a grace time, or a second Ctrl-C, by SIGKILL."""
         self._ending = True
         first = len(self._interrupts.received[:1])  # the one that ends them; both may have come by now
         self._send(number)

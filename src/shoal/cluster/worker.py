@@ -1,4 +1,4 @@
-"""What runs inside a worker: settle in, run the script as `python script.py` would, report a failure.
+"""What runs inside a worker: prepare the process, run the script as `python script.py` would, report a failure.
 
 A worker is either forked from the launcher, so that all workers share one import of torch, or a fresh
 interpreter (`python -m shoal.cluster.worker TASK`) where forking would not be safe. Both meet in `run`.
@@ -35,13 +35,13 @@ from shoal.world.failure import end_on_mismatch
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AGAIN_TIMES = 5
 AGAIN_SECONDS = 20.0
-"""A process that was started again AGAIN_TIMES within AGAIN_SECONDS is not started once more: that is no accident."""
+"""A process that was replaced AGAIN_TIMES within AGAIN_SECONDS is not replaced once more: it fails by itself."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything a worker needs to know before its script runs."""
+    """What a worker gets from its launcher."""
 
     rank: int
     script: str
@@ -115,7 +115,7 @@ def _flush() -> None:
 
 
 def _settle(task: Task) -> None:
-    """Become this worker. Signals first: until then they are blocked."""
+    """Set up signals, environment, streams and arguments. Signals first: until then they are blocked."""
     _take_signals()
     die_with(task.launcher)
     os.environ.update(task.environment)
@@ -165,7 +165,7 @@ def _text(descriptor: int, before: TextIO | None) -> TextIO:
 
 
 def leave_parent(threads: str) -> None:
-    """Undo, in a forked worker, what it has inherited and a fresh interpreter would not have."""
+    """In a forked worker, undo what it has inherited from the launcher and a fresh interpreter would not have."""
     gc.freeze()  # the collector leaves inherited objects alone, so their memory stays shared
     # The parent's exit handlers and finalizers are its own: they would remove its temporary folders.
     atexit._clear()
@@ -174,7 +174,7 @@ def leave_parent(threads: str) -> None:
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # else all workers would draw the same numbers, unasked
+        sys.modules["numpy.random"].seed()  # else all workers would draw the same numbers
     import torch
 
     # OpenMP has read its variable when the launcher imported torch, perhaps for another job.

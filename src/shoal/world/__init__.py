@@ -9,5 +9,6 @@ shm/           the c10d backend "shoal": collectives through memory that the wor
 gloo.py        groups that span hosts, and messages between two ranks
 two_level/     collectives on two levels, within hosts and between; hosts.py says who is on which
 devices.py     where a worker computes; traffic.py counts what it sends
+progress_page.py  how far a worker is, for its launcher; private_folder.py goes with the process that made it
 failure.py     how a worker ends in one sentence, and which frames of an error are the user's
 """
