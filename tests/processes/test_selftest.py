@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import commands
 import pytest
+import torch
 
+from shoal.compress.int8 import Bytes
+from shoal.cost import Cost
 from shoal.exchange import TABLE as EXCHANGES
-from shoal.selftest import drive
+from shoal.exchange.reduce.reducer import Plain
+from shoal.selftest import checkpoints, collectives, drive, memory, strategies
 from shoal.selftest.drive import Request, examine
 from shoal.selftest.kinds import KINDS
 from shoal.selftest.report import table_rows, verdict
+from shoal.selftest.row import Answer
+from shoal.testing.spawn import spawn
+from shoal.train.state.checkpoints import Checkpoints
+from shoal.world.buckets import Bucket
+from shoal.world.world import DONE, Handle, World
 
 SLOW = 150.0
 
@@ -105,6 +118,39 @@ def test_what_fails_is_named_and_the_rest_goes_on(tmp_path: Path, monkeypatch: p
     assert len(found.rows) == 7
     assert verdict(found, 1.0).startswith("FAILED: 4 of 7 checks failed, with 2 workers")
     assert [row[1] for row in table_rows(found.rows)[1:]] == list(said)
+
+
+def spoilt(world: World, folder: str) -> dict[str, tuple[bool, bool]]:
+    """Whether each kind of check is content as things are, and with something spoilt."""
+
+    def off(reducer: Plain, bucket: Bucket, vector: torch.Tensor) -> Handle:
+        del bucket
+        return reducer._world.all_reduce(vector.add_(0.01))
+
+    def silent(code: Bytes, packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        del code, packed, scales
+        out.zero_()
+
+    flat = "ddp(bucket_mb=0.002)"
+    hand_over = partial(checkpoints.hand_over, Path(folder))
+    cases: dict[str, tuple[Callable[[World, str], Answer], str, Any, str, Any]] = {
+        "sums": (strategies.compare, flat, Plain, "all_reduce", off),
+        "compressor": (strategies.compare, "ddp + int8", Bytes, "unpack", silent),
+        "memory": (memory.compare, "ddp", memory, "cost_of", lambda *_: Cost({"gradients": 1})),
+        "checkpoint": (hand_over, flat, Checkpoints, "take_over", lambda *_: None),
+        "collective": (collectives.measure, "all_gather of 4 KB", World, "all_gather", lambda *_: DONE),
+    }
+    found = {}
+    for name, (check, subject, where, what, instead) in cases.items():
+        sound = check(world, subject).good
+        with mock.patch.object(where, what, instead):
+            found[name] = sound, check(world, subject).good
+    return found
+
+
+def test_each_check_sees_what_is_wrong(tmp_path: Path) -> None:
+    for found in spawn(spoilt, 2, str(tmp_path)):
+        assert found == dict.fromkeys(found, (True, False))
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence(tmp_path: Path) -> None:
