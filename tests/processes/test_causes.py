@@ -134,6 +134,32 @@ def begins(done: Done, function: str, exact: bool) -> None:
     assert not exact or frames[0][1] == function, done.err
 
 
+BORROWS = """
+class Borrows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x @ self.layers[0].weight
+data = torch.utils.data.TensorDataset(torch.ones(16, 6))
+run = shoal.Run(model=Borrows, loss=lambda o, b: (o.square().sum(), len(o)), data=data, global_batch=4, log=None,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1), progress=False)
+list(run.steps(2))
+"""
+
+
+def test_a_weight_used_outside_of_its_layer(tmp_path: Path) -> None:
+    done = shoal(tmp_path, "run", "--workers", "2", "--strategy", "zero3", write(tmp_path, BORROWS))
+    assert done.code == 1
+    begins(done, "forward", exact=True)
+    assert (
+        "shoal: zero3 has shards in the place of a layer's parameters except while that layer runs"
+        in done.err
+    )
+
+
 def test_errors_of_a_script_alone(tmp_path: Path) -> None:
     done = python(tmp_path, write(tmp_path, TRAIN), "data")
     begins(done, "__getitem__", exact=True)

@@ -51,7 +51,7 @@ def fits_as_it_is(device: torch.device, floats: torch.dtype | None) -> bool:
 
 
 def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> Batch:
-    """The batch on a device, its floating-point tensors in another dtype if one is given.
+    """The batch on a device, its floating-point tensors in another dtype if one is given, complex ones in its complex.
 
     Data sets give batches in host memory, so on the CPU there is nothing to move.
     """
@@ -59,6 +59,8 @@ def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> B
         return batch
     if isinstance(batch, torch.Tensor):
         dtype = floats if floats is not None and batch.is_floating_point() else None
+        if floats is not None and batch.is_complex():
+            dtype = floats.to_complex()
         return batch.to(device=device, dtype=dtype, non_blocking=True)
     if isinstance(batch, dict):
         return {key: convert(value, device, floats) for key, value in batch.items()}

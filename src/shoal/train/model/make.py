@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from shoal import seeds
 from shoal.deferred_init import CannotDefer, build_deferred
 from shoal.errors import ConfigError
+from shoal.torch_private import buffers_of, parameters_of
 from shoal.world.world import World
 
 MakeModel = Callable[[], nn.Module]
@@ -53,7 +55,28 @@ def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                 f"the model has parameters without a size ('{name}'); give its sizes, as in nn.Linear(8, 4) for "
                 "nn.LazyLinear(4)."
             )
-    return model.train() if dtype is None else model.to(dtype).train()
+    if dtype is not None:
+        _widen(model, dtype)
+    return model.train()
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Numbers in this format, and complex ones in that of the same width: `to` alone would drop what is imaginary."""
+    tables: list[dict[str, Any]] = []
+    for module in model.modules():
+        tables += [parameters_of(module), buffers_of(module)]
+    held = [
+        (table, name, t) for table in tables for name, t in table.items() if t is not None and t.is_complex()
+    ]
+    wide = {id(t): t.detach().to(dtype.to_complex()) for _, _, t in held}
+    with warnings.catch_warnings():  # which `to` says
+        warnings.simplefilter("ignore")
+        model.to(dtype)
+    for table, name, tensor in held:
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = wide[id(tensor)]
+        else:
+            table[name] = wide[id(tensor)]
 
 
 def agree_on_model(model: nn.Module, world: World) -> None:

@@ -18,6 +18,8 @@ from shoal.world.failure import is_lost_peer
 from shoal.world.free_memory import free_memory
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+ ?(?:bytes|[KMGT]i?B))", re.IGNORECASE)
+_SHARD = "got mixed torch.Tensor and DTensor"
+"""What torch says where a parameter is used while a shard is in its place."""
 _WHOLE = ("ddp", "zero1", "zero2")
 """Exchanges under which every worker holds all parameters by itself."""
 
@@ -113,6 +115,11 @@ def note_place(error: BaseException, rank: int, phase: str, remedies: Callable[[
     """
     if isinstance(error, ShoalError) or not isinstance(error, Exception) or is_lost_peer(error):
         return
+    if _SHARD in str(error):
+        error.add_note(
+            "shoal: zero3 has shards in the place of a layer's parameters except while that layer runs, and this uses "
+            "one outside of it; let the layer itself use it, or use zero2 or ddp."
+        )
     if not _is_memory(error):
         error.add_note(f"shoal: this was {phase}, on rank {rank}.")
         return
