@@ -75,9 +75,9 @@ def model_number(mesh: Mesh) -> Cost:
     return Cost(wire={axis: gathered_number(mesh.model.size)}) if mesh.model.size > 1 else Cost()
 
 
-def gathered_number(workers: int) -> int:
-    """`World.gather_numbers` of one number: an all-reduce of the table."""
-    return ring_bytes(workers * NUMBER, workers)
+def gathered_number(workers: int, numbers: int = 1) -> int:
+    """`World.gather_numbers` of so many numbers: an all-reduce of the table."""
+    return ring_bytes(workers * numbers * NUMBER, workers)
 
 
 def barrier_bytes(workers: int) -> int:

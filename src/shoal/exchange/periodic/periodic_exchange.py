@@ -138,7 +138,7 @@ class Periodic(BucketedExchange):
         buckets = buckets_of(profile, mesh.data.size, bucket_mb)
         nbytes = bytes_of(buckets)
         met = reduction_cost(mesh.data, compressor, buckets, shapes_of(profile), False)
-        sent = met.wire.get("data", 0) + fragments.count * gathered_number(mesh.data.size)
+        sent = met.wire.get("data", 0) + fragments.count * gathered_number(mesh.data.size, 2)
         parts = [bytes_of(fragment_of(index, fragments.count, buckets)) for index in range(fragments.count)]
         kept = {"outer": nbytes * (2 if outer.momentum else 1), "working": max(parts)}
         agreement = model_number(mesh).repeated(2 if profile.norm else 1)

@@ -58,7 +58,7 @@ def expected_bytes(whole: Whole) -> int:
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     given = {key: value for key, value in optimizer.defaults.items() if key in known}
-    like = nn.Parameter(torch.zeros(2, 3))
+    like = nn.Parameter(torch.zeros(2, 3, device="cpu"))
     try:
         each = state_bytes(lambda params: kind(params, **given), {"like": like})["like"].each / like.itemsize
     except Exception:  # one of the user's own, which is made in another way
