@@ -10,6 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = Path(__file__).parent
 
 FILE_LINES = 450
 MOST_FILES_LINES = 300
@@ -99,3 +100,12 @@ def packed_in(file: Path) -> list[str]:
 def test_attributes_are_assigned_one_per_line(file: Path) -> None:
     packed = packed_in(file)
     assert not packed, "one attribute per line:\n" + "\n".join(packed)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """The folders of tests are no packages: of two modules with one name pytest can import the first only."""
+    places: dict[str, list[str]] = {}
+    for file in sorted(TESTS.rglob("*.py")):
+        if file.name != "conftest.py":
+            places.setdefault(file.name, []).append(str(file.parent.relative_to(TESTS)))
+    assert not {name: folders for name, folders in places.items() if len(folders) > 1}

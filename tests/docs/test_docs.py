@@ -145,7 +145,8 @@ COMMANDS: dict[str, Any] = dict(with_verbs(typer.main.get_command(app)))
 
 def commands(page: Path) -> Iterator[str]:
     """Everything that looks like a use of the `shoal` command, in code blocks and in code inside text."""
-    lines = [line for text in blocks(page, "bash", "console", "sh") for line in text.splitlines()]
+    texts = [text.replace("\\\n", " ") for text in blocks(page, "bash", "console", "sh")]
+    lines = [line for text in texts for line in text.splitlines()]
     for line in [*lines, *CODE.findall(prose(page))]:
         if line.startswith("shoal "):
             yield line.partition("#")[0].strip()
@@ -168,6 +169,18 @@ def test_commands_exist(page: Path) -> None:
                 break  # what follows belongs to the script
             if word.startswith("--"):
                 assert word.partition("=")[0] in options, f"{name_of(page)}: `{line}`: {verb} has no {word}"
+
+
+WRITTEN = re.compile(r"^<!-- (\w+)(?::\w+)? -->\n.*?^<!-- /\1 -->", re.MULTILINE | re.DOTALL)
+"""What a command has written into a page, between two marks."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    """Rows of tables cannot be broken; all else is read beside code, in windows of that width."""
+    lines = WRITTEN.sub("", page.read_text()).splitlines()
+    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not long, f"{name_of(page)} has lines of more than 120 characters: {long}"
 
 
 @cache
@@ -288,6 +301,7 @@ def test_number_sections_have_numbers() -> None:
     sections = re.findall(
         r"<!-- numbers:(\w+) -->\n(.*?)<!-- /numbers -->", (ROOT / "docs" / "numbers.md").read_text(), re.S
     )
-    assert len(sections) == 17
+    results = {file.stem for file in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert {name for name, _ in sections} == results, "one section for each file of results"
     for name, text in sections:
         assert re.search(r"\d\.\d", text), f"docs/numbers.md has no numbers of `scripts/bench {name}`"
