@@ -18,8 +18,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("torch_private",),
-    ("errors", "types", "seeds", "blocks", "cost", "functions"),
-    ("table", "call", "deferred_init", "optimizer", "embedding"),
+    ("errors", "types", "seeds", "sealed", "blocks", "cost", "functions"),
+    ("table", "urls", "call", "deferred_init", "optimizer", "embedding"),
     ("config",),
     ("world",),
     ("compress", "report", "partition", "clock", "aggregate", "balance"),

@@ -17,10 +17,11 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
 from shoal.checkpoint.folder import Unreadable, abandon, glance, look, open_folder
+from shoal.checkpoint.layout.head import FILE, read_head
 from shoal.checkpoint.layout.manifest import Manifest
-from shoal.checkpoint.layout.sealed import FILE, read_head, seal, unseal
 from shoal.checkpoint.layout.shard_file import ShardFile
 from shoal.errors import ConfigError
+from shoal.sealed import seal, unseal
 from shoal.world.world import World
 
 NOBODY = 65534

@@ -13,8 +13,8 @@ from shoal.checkpoint.copies.keep import Keep, Retention, prune, prune_remote
 from shoal.checkpoint.copies.remote import Remote
 from shoal.checkpoint.folder import clean, look, point_to
 from shoal.checkpoint.layout.manifest import FILE, FileFacts, Manifest
-from shoal.checkpoint.layout.sealed import seal, unseal
 from shoal.errors import ConfigError
+from shoal.sealed import seal, unseal
 
 Found = list[tuple[str, int, bool]]
 OTHERS = ("best", "step-x", "my-step-3", "step-3-tuned")

@@ -23,17 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.checkpoint.layout.sealed import (
-    FILE,
-    Head,
-    NewerFormat,
-    read_file,
-    read_head,
-    seal,
-    unseal,
-    write_file,
-)
+from shoal.checkpoint.layout.head import FILE, Head, NewerFormat, read_head
 from shoal.errors import ConfigError
+from shoal.sealed import read_file, seal, unseal, write_file
 
 if TYPE_CHECKING:
     from shoal.checkpoint.layout.manifest import Manifest

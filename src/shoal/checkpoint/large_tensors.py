@@ -18,9 +18,9 @@ from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.folder import flush
 from shoal.checkpoint.layout.manifest import FileFacts
 from shoal.checkpoint.layout.region import Region, RegionJson
-from shoal.checkpoint.layout.sealed import checksum, write_file
 from shoal.checkpoint.layout.shard_file import NAMES, head, place
 from shoal.checkpoint.layout.tensor_stream import raw
+from shoal.sealed import checksum, write_file
 
 Piece = tuple[str, Mapping[str, torch.Tensor]]
 """The path above some tensors, and the next rows of each: "rows/words", {"id": [n, 1], "values": [n, dim]}."""

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shoal.checkpoint.layout.sealed import read_file
 from shoal.errors import ConfigError
+from shoal.sealed import read_file
 from shoal.world.failure import is_interactive
 
 NAME = ".lock"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoal.checkpoint.layout.sealed import write_file
 from shoal.errors import ConfigError
+from shoal.sealed import write_file
 
 
 def free_bytes(folder: Path) -> int:

@@ -35,14 +35,15 @@ import shoal
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.large_tensors import FileReport, Piece, PieceFiles
+from shoal.checkpoint.layout.head import FILE
 from shoal.checkpoint.layout.manifest import FileFacts, Logical, Manifest, Slice
 from shoal.checkpoint.layout.region import Region
-from shoal.checkpoint.layout.sealed import FILE, checksum, read_file, seal, unseal, write_file
 from shoal.checkpoint.layout.shard_file import DTYPES, NAMES, PAGE, Slot, head, place, write_block
 from shoal.checkpoint.layout.write_plan import Holding, Write, assign
 from shoal.checkpoint.lock import FolderTaken
 from shoal.checkpoint.room import reason_of, room_facts
 from shoal.errors import ConfigError
+from shoal.sealed import checksum, read_file, seal, unseal, write_file
 from shoal.world.shm.memory import put
 from shoal.world.world import World
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def find_outlines(path: Path) -> list[Outline]:
     """What is cheap to know of the checkpoints at a path: itself, or those in it with the latest first."""
     from shoal.checkpoint.folder import glance, in_order, outline
-    from shoal.checkpoint.layout.sealed import FILE
+    from shoal.checkpoint.layout.head import FILE
 
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give a checkpoint, or a folder of checkpoints.")

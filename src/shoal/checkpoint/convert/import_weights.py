@@ -18,9 +18,9 @@ from shoal.checkpoint.convert.foreign_files import open_source
 from shoal.checkpoint.convert.understand import Content, understand
 from shoal.checkpoint.layout.manifest import FILE, Logical, Manifest, Slice
 from shoal.checkpoint.layout.region import Region
-from shoal.checkpoint.layout.sealed import write_file
 from shoal.checkpoint.layout.tensor_stream import Leaf, write_stream
 from shoal.errors import ConfigError
+from shoal.sealed import write_file
 
 _FILE = "rank-0000.safetensors"
 

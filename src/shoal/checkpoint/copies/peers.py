@@ -20,8 +20,9 @@ import xxhash
 
 from shoal.checkpoint.copies.find_newest import Candidate
 from shoal.checkpoint.folder import check_name, clean, look
-from shoal.checkpoint.layout.sealed import FILE, write_file
+from shoal.checkpoint.layout.head import FILE
 from shoal.errors import ConfigError
+from shoal.sealed import write_file
 from shoal.world.world import World
 
 MEMORY = Path("/dev/shm")

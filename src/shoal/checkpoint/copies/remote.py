@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from shoal.checkpoint.copies.find_newest import Candidate
 from shoal.checkpoint.folder import (
@@ -36,9 +36,11 @@ from shoal.checkpoint.folder import (
     step_in,
     temporary,
 )
-from shoal.checkpoint.layout.sealed import FILE, NewerFormat, read_head, seal, unseal, write_file
+from shoal.checkpoint.layout.head import FILE, NewerFormat, read_head
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
+from shoal.sealed import seal, unseal, write_file
+from shoal.urls import FINAL, last_name, open_url, reason, title_of
 from shoal.world.world import World
 
 T = TypeVar("T")
@@ -46,22 +48,6 @@ T = TypeVar("T")
 _PART = "manifest.part"
 _OURS = re.compile(r"rank-[0-9]+\.safetensors|manifest\.part")
 _SIGNS = "*?[]"
-_FINAL = (FileNotFoundError, PermissionError)
-"""What does not become better by trying again."""
-
-
-class FileSystem(Protocol):
-    """What is used of a file system of fsspec."""
-
-    def invalidate_cache(self) -> None: ...
-    def ls(self, path: str, detail: bool) -> list[Any]: ...
-    def cat_file(self, path: str) -> bytes: ...
-    def pipe_file(self, path: str, value: bytes) -> None: ...
-    def put_file(self, local: str, remote: str) -> None: ...
-    def get_file(self, remote: str, local: str) -> None: ...
-    def mv(self, source: str, target: str) -> None: ...
-    def rm(self, path: str, recursive: bool) -> None: ...
-    def rm_file(self, path: str) -> None: ...
 
 
 class Remote:
@@ -73,9 +59,9 @@ class Remote:
 
     def __init__(self, url: str, waits: Sequence[float] = (0.5, 2.0, 8.0)) -> None:
         """`waits`: seconds to wait before each new try after a failure that may pass."""
-        self.title = (_hide(url) if "://" in url else Path(url).absolute().as_uri()).rstrip("/")
+        self.title = title_of(url)
         self._waits = waits
-        self._files, path = _open(url, self.title)
+        self._files, path = open_url(url, self.title)
         self._path = _literal(path).rstrip("/")
 
     def check(self) -> None:
@@ -172,7 +158,7 @@ class Remote:
             entries = self._try(self._files.ls, self._path, True)
         except FileNotFoundError:
             return []
-        names = [_last(entry["name"]) for entry in entries if entry["type"] == "directory"]
+        names = [last_name(entry["name"]) for entry in entries if entry["type"] == "directory"]
         return sorted(name for name in names if not name.startswith(".") and not set(name) & set(_SIGNS))
 
     def _candidate(self, name: str) -> Candidate | None:
@@ -190,7 +176,7 @@ class Remote:
 
     def _is_half(self, name: str) -> bool:
         """Whether there is nothing but what an upload has left: other people's folders may lie beside ours."""
-        names = [_last(entry) for entry in self._try(self._files.ls, self._at(name), False)]
+        names = [last_name(entry) for entry in self._try(self._files.ls, self._at(name), False)]
         return bool(names) and all(_OURS.fullmatch(entry) for entry in names)
 
     def _read(self, *names: str) -> bytes | None:
@@ -207,7 +193,7 @@ class Remote:
         for wait in self._waits:
             try:
                 return action(*given)
-            except _FINAL:
+            except FINAL:
                 raise
             except Exception:  # each file system has errors of its own
                 time.sleep(wait)
@@ -222,7 +208,7 @@ class Remote:
         except Exception as error:
             kind = ConfigError if isinstance(error, FileNotFoundError) else Unreadable
             raise kind(
-                f"{self.title} cannot be {verb} ({_reason(error)}); "
+                f"{self.title} cannot be {verb} ({reason(error)}); "
                 "check the address, the credentials, the network and the space."
             ) from error
 
@@ -281,45 +267,8 @@ class RemotePlace:
             print(f"shoal: {problem}", file=sys.stderr)
 
 
-def _open(url: str, title: str) -> tuple[FileSystem, str]:
-    """The file system behind a URL, and the path there."""
-    try:
-        from fsspec.core import url_to_fs
-
-        # An instance of our own: what is set on it below is not for others.
-        files, path = url_to_fs(url, skip_instance_cache=True)
-    except ImportError as error:
-        raise ConfigError(
-            f"{title} needs a package that is not here ({error}); "
-            "for s3:// run pip install 'shoal[remote]', for hdfs:// pip install pyarrow."
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"{title} cannot be opened ({_reason(error)}); check the address.") from error
-    if hasattr(files, "auto_mkdir"):  # disks want their folders made; object stores have none
-        files.auto_mkdir = True
-    return files, path
-
-
 def _literal(path: str) -> str:
     """A path that means itself: fsspec reads some signs as patterns, and would remove all that matches."""
     if set(path) & set(_SIGNS):
         raise ConfigError(f"copies: '{path}' has one of the signs * ? [ ] in it; use a name without.")
     return path
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
-
-
-def _hide(text: str) -> str:
-    """Without what may be a password or a token.
-
-    >>> _hide("webhdfs://me:secret@host:9870/runs?delegation=token")
-    'webhdfs://host:9870/runs'
-    """
-    return re.sub(r"(?<=://)[^/\s]*@|\?[^\s\"')]*", "", text)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return _hide(text[0]) if text else type(error).__name__

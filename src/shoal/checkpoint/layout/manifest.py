@@ -20,10 +20,11 @@ from typing import Any, TypedDict
 
 import torch
 
+from shoal.checkpoint.layout.head import FILE as FILE
+from shoal.checkpoint.layout.head import FORMAT, head_of
 from shoal.checkpoint.layout.region import Region, RegionJson, covers
-from shoal.checkpoint.layout.sealed import FILE as FILE
-from shoal.checkpoint.layout.sealed import FORMAT, head_of, seal, unseal
 from shoal.checkpoint.layout.shard_file import DTYPES, NAMES
+from shoal.sealed import seal, unseal
 
 
 @dataclass(frozen=True)

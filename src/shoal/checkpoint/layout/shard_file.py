@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.layout.sealed import checksum, open_plain, writing
-from shoal.checkpoint.layout.sealed import write_file as write_file
 from shoal.errors import ConfigError
+from shoal.sealed import checksum, open_plain, writing
+from shoal.sealed import write_file as write_file
 
 DTYPES = {
     "F64": torch.float64,

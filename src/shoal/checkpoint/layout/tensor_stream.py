@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint.layout.manifest import FileFacts
-from shoal.checkpoint.layout.sealed import checksum, write_file
 from shoal.checkpoint.layout.shard_file import check_type, head, place
+from shoal.sealed import checksum, write_file
 
 
 @dataclass(frozen=True)
