@@ -13,6 +13,7 @@ from shoal.cli.list import list_choices
 from shoal.cli.run import run
 from shoal.cli.selftest import selftest
 from shoal.cli.server import server
+from shoal.cli.status import status
 from shoal.cli.verify import verify
 from shoal.errors import ShoalError
 
@@ -30,6 +31,7 @@ app.command(context_settings=_SCRIPT_LAST)(run)
 app.command()(verify)
 app.command()(selftest)
 app.command()(server)
+app.command()(status)
 app.command("list")(list_choices)
 
 checkpoints = typer.Typer(

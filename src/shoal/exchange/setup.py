@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.compress.base import Compressor
 from shoal.optimizer import MakeOptimizer
+from shoal.report.spans import Spans
 from shoal.world.world import World
 
 
@@ -54,6 +55,8 @@ class Setup:
     """Whether somebody writes down the gradients of every step."""
     seed: int = 0
     """Seed of the run: initial rows of embeddings follow from it."""
+    spans: Spans = field(default_factory=Spans)
+    """Where the collective of each bucket is noted."""
     compressor: Compressor | None = None
     """The compressor of gradients; None: they travel as they are."""
     values: Callable[[str], torch.Tensor] | None = None

@@ -1,11 +1,11 @@
 """The event log: what happened in a run, one line of JSON per event, appended and never rewritten.
 
-The first line of each start is a header; then one line per step. Lines wait in memory for at most half a
-second and reach the file in one `write` of whole lines, so a `kill -9` loses half a second of history and
-never leaves half a line that a later one would be glued to. Everything that shows a run (dashboard, charts)
-reads this file and nothing else.
+Each rank writes one, and so may any other process (folder.py). The first line of each start is a header; then one line
+per step. Lines wait in memory for at most half a second and reach the file in one `write` of whole lines, so a
+`kill -9` loses half a second of history and never leaves half a line that a later one would be glued to. What kinds of
+events there are, and their fields, says schema.py.
 
-    {"event": "start", "time": 1718000000.0, "strategy": "zero1", "workers": 4, "precision": "fp32"}
+    {"event": "start", "time": 1718000000.0, "schema": 1, "monotonic": 88.5, "host": "a", "pid": 7, "rank": 0, ...}
     {"step": 1, "epoch": 0, "loss": 5.54, "samples": 32, ..., "time": 1718000001.2}
     {"event": "servers", "time": 1718000011.0, "staleness": {"0": 80, "1": 16}, "busy": [0.12, 0.1], ...}
 
@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from time import time
+from time import perf_counter, time
 from types import TracebackType
 
 from shoal.errors import ConfigError
+from shoal.report.schema import SCHEMA
 from shoal.types import StepReport, Value
 
 Event = dict[str, Value | None]
@@ -49,24 +53,28 @@ class EventLog:
             raise
         self._waiting: list[tuple[StepReport, float]] = []
         self._flushed = time()
+        self._failed = False
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], header: Mapping[str, str | int | float]) -> EventLog:
-        """Open the log at `path` and write the header of this start: strategy, workers, precision, ..."""
+    def open(cls, path: str | os.PathLike[str], header: Mapping[str, object]) -> EventLog:
+        """Open the log at `path` and write the header of this start: rank, strategy, workers, precision, ..."""
         log = cls(path)
-        line = json.dumps({"event": "start", "time": time(), **header}, allow_nan=False) + "\n"
-        log._write(line)  # at once: a run that dies in its first step still says what it was
+        log.note(
+            "start", {**_here(), **header}
+        )  # at once: what dies in its first step still says what it was
         return log
 
-    def write(self, report: StepReport) -> None:
-        """Add one step. Touches the file only if the last time was half a second ago."""
+    def write(self, report: StepReport) -> bool:
+        """Add one step; whether lines went to the file. Touches it only if the last time was half a second ago."""
         now = time()
         self._waiting.append((report, now))
-        if not 0 <= now - self._flushed < FLUSH_SECONDS:
-            self.flush()
+        if 0 <= now - self._flushed < FLUSH_SECONDS:
+            return False
+        self.flush()
+        return True
 
     def note(self, event: str, facts: Mapping[str, object]) -> None:
-        """Write down something else than a step: how servers are doing."""
+        """Write down at once something else than a step; schema.py lists what there is."""
         self.flush()
         self._write(json.dumps({"event": event, "time": time(), **facts}, allow_nan=False) + "\n")
 
@@ -79,9 +87,21 @@ class EventLog:
         self._flushed = time()
 
     def _write(self, lines: str) -> None:
-        waiting = lines.encode()
-        while waiting:  # one turn, unless the disk is full or a signal cut the write short
-            waiting = waiting[os.write(self._file, waiting) :]
+        waiting, size = lines.encode(), -1
+        try:
+            while waiting:  # one turn, unless the disk is full or a signal cut the write short
+                size = os.fstat(self._file).st_size if size < 0 else size
+                waiting = waiting[os.write(self._file, waiting) :]
+        except OSError as error:
+            # History is worth less than the run. What went in is taken back, so that the next line stands alone.
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            if not self._failed:
+                print(
+                    f"shoal: {self.path}: {error.strerror}; events are lost until that is over.",
+                    file=sys.stderr,
+                )
+            self._failed = True
 
     def close(self) -> None:
         """Write what waits and close the file; closing twice is harmless."""
@@ -100,6 +120,12 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _here() -> dict[str, object]:
+    """Who writes, and the same moment on both clocks: the monotonic one is that of spans."""
+    host, pid = socket.gethostname(), os.getpid()
+    return {"schema": SCHEMA, "monotonic": round(perf_counter(), 6), "host": host, "pid": pid}
 
 
 def _step_line(r: StepReport, now: float) -> str:
@@ -170,7 +196,7 @@ def last_pass(events: Iterable[Event]) -> list[Event]:
     kept: list[tuple[int, Event]] = []
     for event in events:
         number = event.get("step")
-        if isinstance(number, int):
+        if isinstance(number, int) and "event" not in event:
             while kept and kept[-1][0] >= number:
                 kept.pop()
             kept.append((number, event))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Literal
 
+from shoal.report.spans import SpanKind, Spans
 from shoal.types import StepReport
 from shoal.world import progress_page
 from shoal.world.progress_page import ProgressPage
@@ -64,6 +65,16 @@ _AFTER: dict[Phase, progress_page.Phase] = {
 }
 """What begins where such a phase ends, as far as a watcher wants to know it."""
 
+_KINDS: dict[Phase, int] = {
+    "data": int(SpanKind.DATA),
+    "compute": int(SpanKind.COMPUTE),
+    "exposed": int(SpanKind.EXPOSED),
+    "update": int(SpanKind.UPDATE),
+}
+
+_SHORT_NS = 5000
+"""What took less is no span: nobody would see it, and `exposed` is that short many times a step."""
+
 
 class Meter:
     """A stopwatch with phases for one step at a time.
@@ -77,16 +88,19 @@ class Meter:
     True
     """
 
-    __slots__ = ("_begin", "_last", "_spent", "page")
+    __slots__ = ("_begin", "_last", "_spent", "page", "spans")
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans | None = None) -> None:
+        self.spans = spans or Spans()
+        """Where each stretch is noted when it is over."""
         self._spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self.page = ProgressPage()
         """Where each phase is noted as it begins, for whoever watches this worker."""
         self._begin = self._last = perf_counter_ns()
 
-    def start(self) -> None:
-        """Begin a step: forget the times of the one before."""
+    def start(self, step: int = 0) -> None:
+        """Begin a step, counted from 1: forget the times of the one before."""
+        self.spans.begin(step)
         spent = self._spent
         spent["data"] = spent["compute"] = spent["exposed"] = spent["update"] = 0
         self._begin = self._last = perf_counter_ns()
@@ -94,9 +108,11 @@ class Meter:
 
     def mark(self, phase: Phase) -> None:
         """Give the time since the previous mark, or since the start, to `phase`."""
-        now = perf_counter_ns()
-        self._spent[phase] += now - self._last
+        now, last = perf_counter_ns(), self._last
+        self._spent[phase] += now - last
         self._last = now
+        if now - last > _SHORT_NS:
+            self.spans.add(_KINDS[phase], last, now)
         after = _AFTER.get(phase)
         if after is not None:
             self.page.enter(after, now * 1e-9)

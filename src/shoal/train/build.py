@@ -32,6 +32,7 @@ from shoal.plan.check import (
     tensor_options,
 )
 from shoal.report.meter import Meter
+from shoal.report.spans import Spans
 from shoal.tensor import loss_context
 from shoal.train.balancing.balance_rules import balance_of
 from shoal.train.balancing.balancing import key_for, stage_speeds
@@ -119,12 +120,13 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     presence, metrics = prepare_layers(config, model, mesh, blocks), _make_metrics(config, plan, mesh)
     streams, loss = RandomStreams(model, blocks, config.seed), metrics.watch(given, presence)
     buffers, watch = reconcile_buffers(config, plan, mesh, model, words)
-    job = StageJob(inputs_of(config, model), loss, chosen, streams, presence, world.device, buffers)
+    job = StageJob(inputs_of(config, model), loss, chosen, streams, presence, world.device, Spans(), buffers)
     pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
     order = order_of_use(make_trial(config, model, feed, world.device)) if uses_servers(plan) else ()
     root = pipelined.root if pipelined is not None else None
     setup = make_setup(config, plan, mesh, model, divided)
     setup = replace(setup, blocks=blocks, root=root, values=values, recorded=bool(record), order=order)
+    setup = replace(setup, spans=job.spans)
     made = exchange.make_exchange(plan.exchange, setup)
     check_fit(config, plan, made, divided)
     options = tensor_options(plan)
@@ -155,7 +157,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         scale=precision.LossScale(dynamic=chosen.scaled),
         clip=clip,
         skip_nan=config.on_nan == "skip",
-        meter=Meter(),
+        meter=Meter(job.spans),
         recorder=recorder,
         metrics=metrics,
     )

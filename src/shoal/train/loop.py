@@ -13,6 +13,7 @@ from shoal.config import parse_strategy
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
+from shoal.report.state import StateFile
 from shoal.train.calls.call import END_OF_LOOP, LOOP
 from shoal.train.calls.calls import Calls
 from shoal.train.model.shortage import Shortage, note_place
@@ -55,11 +56,13 @@ class Loop:
     finishing: str = ""
     """The file by which our launcher learns that a signal is obeyed later."""
     calls: Calls = field(default_factory=Calls)
+    state: StateFile | None = None
+    """Where this rank says what it is doing; None: nowhere."""
 
     @cached_property
     def journal(self) -> Journal:
         """The progress bar and the event log."""
-        return Journal(self.log, self.header, self.progress_bar, self.context.world.rank == 0)
+        return Journal(self.log, self.header, self.progress_bar, self.context.meter, self.state)
 
     @property
     def page(self) -> ProgressPage:
@@ -163,7 +166,7 @@ class Loop:
         finally:
             self._boundary.step = 0
             context.balancing.close()
-            journal.close()
+            journal.close(progress.step)
 
     def _enter_body(self, progress: Progress, step: int, last: bool) -> None:
         """The step is over, and its checkpoint begun if one is due: the user's loop comes next."""
@@ -207,7 +210,8 @@ class Loop:
         """Begin a checkpoint. Before the loop's body, which may never come to its end; and again if it has decided."""
         before = self.page.phase
         self.page.enter(Phase.SAVING)
-        self.checkpoints.begin(f"step-{step}", replace(progress, step=step))
+        with self.journal.saving(step):
+            self.checkpoints.begin(f"step-{step}", replace(progress, step=step))
         self.page.enter(before)
         return self._decided(progress)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shoal.data.feed import Portion
 from shoal.exchange.contract import Tally
 from shoal.functions import Copy
 from shoal.pipeline.spine import undisturbed
+from shoal.report.spans import SpanKind
 from shoal.torch_private import module_forward_hooks_of
 from shoal.train.model.gathered_penalty import add_gathered
 from shoal.train.model.gradient_hooks import of_the_user
@@ -22,6 +24,9 @@ from shoal.train.technique.loss import as_sum_and_count, check_gradient
 from shoal.train.technique.penalty import add_penalty
 from shoal.train.technique.split_check import FirstLoss, does_not_split, unseen
 from shoal.world.devices import fetch
+
+_FORWARD = int(SpanKind.FORWARD)  # packing an enum costs twice as much
+_BACKWARD = int(SpanKind.BACKWARD)
 
 
 def run_passes(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
@@ -91,13 +96,13 @@ def look_at_loss(context: StepContext) -> None:
 
 
 def _accumulate(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
-    losses, count, streams = [], 0.0, context.streams
+    losses, count, streams, spans = [], 0.0, context.streams, context.meter.spans
     last = len(portion.batches) - 1
     # A penalty on weights that are all here goes with the last samples that count.
     adds = context.penalty is not None and context.outline is None
     final = max((i for i, own in enumerate(portion.counts) if own), default=-1) if adds else -1
     for i, (batch, counts) in enumerate(zip(portion.batches, portion.counts, strict=True)):
-        total = None
+        total, begun = None, perf_counter_ns()
         if batch is not None:
             streams.begin(step, portion.first + i)
             context.presence.see(counts)
@@ -114,7 +119,10 @@ def _accumulate(context: StepContext, step: int, portion: Portion, weight: float
                 if i == final and context.penalty is not None:
                     total = add_penalty(context.penalty, context.model, total, count)
                 losses.append(total.detach())
+        turned = perf_counter_ns()
+        spans.add(_FORWARD, begun, turned, i)
         context.exchange.backward(total, weight if counts else 0.0, last=i == last)
+        spans.add(_BACKWARD, turned, perf_counter_ns(), i)
         if not counts:
             context.presence.see(True)
     return Tally(sum(fetch(losses)), count)

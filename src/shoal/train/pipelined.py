@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from shoal.call import arguments
 from shoal.data.batch import Batch, Inputs, convert, length
@@ -28,6 +27,8 @@ from shoal.exchange.local_tensor import local
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.lower import to_torch
 from shoal.pipeline.stage import StageModule
+from shoal.pipeline.timed_stage import TimedStage
+from shoal.report.spans import Spans
 from shoal.torch_private import (
     ComputationType,
     PipelineRuntime,
@@ -73,6 +74,7 @@ class StageJob:
     streams: RandomStreams
     presence: Presence
     device: torch.device
+    spans: Spans
     buffers: Reconciled | None = None
     loads: list[Microbatch] = field(default_factory=list)
     """The micro-batches under way."""
@@ -193,7 +195,7 @@ class Pipelined:
         """Of what each holder of a weight holds: all hold equally much."""
         count = self._schedule.stages_per_rank * self._world.size
         self._stages = [
-            PipelineStage(
+            TimedStage(
                 chunk,
                 number,
                 count,
@@ -204,6 +206,8 @@ class Pipelined:
             )
             for number, chunk in self._chunks.items()
         ]
+        for stage in self._stages:
+            stage.spans = self._job.spans
         # torch's runtime sends, receives and runs the actions; which actions, in which order, is ours.
         self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,

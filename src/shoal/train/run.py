@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from shoal.config import as_type, parse_strategy
 from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
+from shoal.report.state import StateFile
 from shoal.table import did_you_mean
 from shoal.train.answer_dry_run import answer
 from shoal.train.build import build
@@ -83,6 +85,7 @@ class Run(RunConfig):
         page.enter(Phase.BUILDING)
         self.world = _join(config, launch)
         atexit.register(self.world.close)
+        self._state = self._open_state(page)
         exchange = parse_strategy(config.strategy).exchange.name
         with noting(
             self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
@@ -126,6 +129,16 @@ class Run(RunConfig):
         _at_exit(self._checkpoints.leave)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
+    def _open_state(self, page: ProgressPage) -> StateFile | None:
+        """The file in which this rank says what it is doing."""
+        folder = _log_folder(self.config)
+        if folder is None:
+            return None
+        world = self.world
+        state = StateFile(folder, world.rank, world.size, page, str(world.device))
+        weakref.finalize(self, state.close)  # at exit too
+        return state
+
     def _keep_nothing(self, record: str) -> None:
         """A rehearsal starts from the beginning, and leaves nothing of its own behind but the record."""
         self.checkpoint = f"{record}/checkpoint"
@@ -144,6 +157,7 @@ class Run(RunConfig):
             self.schedule_every,
             finishing,
             self._calls,
+            self._state,
         )
 
     @property
@@ -329,14 +343,19 @@ class Run(RunConfig):
     def _header(self) -> Header:
         """What the event log begins with."""
         return {
-            "strategy": str(self.plan),
+            "rank": self.world.rank,
             "workers": self.world.size,
+            "strategy": str(self.plan),
             "precision": self.precision,
+            "device": str(self.world.device),
             "version": shoal.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "settings": _plain_settings(self.config),
             **self._skew(),
         }
 
-    def _skew(self) -> dict[str, str | float]:
+    def _skew(self) -> dict[str, object]:
         """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""
         loader = self._context.loader
         found = None if loader.feed.partition.even or self.world.rank > 0 else loader.skew()
@@ -376,6 +395,12 @@ def _join(config: RunConfig, launch: Launch) -> World:
     if launch.launcher and meets_at_servers(config.strategy):
         return World.unjoined(launch, config.device)
     return World.open(launch, config.backend, config.device)
+
+
+def _plain_settings(config: RunConfig) -> dict[str, object]:
+    """What the user asks for, as far as it is numbers and text: two runs are compared by it."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    return {name: value for name, value in found.items() if isinstance(value, int | float | bool | str)}
 
 
 def _log_folder(config: RunConfig) -> Path | None:

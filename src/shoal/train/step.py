@@ -23,7 +23,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
     exchange: Stepper = context.exchange
     work = context.exchange.work
     sent = traffic.bytes_sent
-    meter.start()
+    meter.start(view.step + 1)
     portion = loader.take(view.step, view.part)
     context.prefetch_rows(view.step, portion)
     meter.mark("data")

@@ -14,7 +14,7 @@ from enum import IntEnum
 from math import floor, log2
 from time import monotonic
 
-BYTES = 4096
+BYTES = 8192
 _PHASE = 0
 _SINCE = 1
 _STEP = 2
@@ -28,6 +28,7 @@ _PER_OCTAVE = 4
 _MIDDLE = _BUCKETS // 2
 _FOLDER = 2048
 _CALL = 3072
+_LOG = 4096
 _TEXT = 1000
 _LONG_SECONDS = 10.0
 
@@ -83,6 +84,8 @@ class Place:
     """The step of the newest checkpoint of this run; 0 if there is none."""
     folder: str = ""
     """Where the run keeps its checkpoints; empty if it keeps none."""
+    log: str = ""
+    """Where the run keeps its event logs; empty if it keeps none."""
     call: str = ""
     usual: float = 0.0
     """99 of 100 steps took no longer than this many seconds; 0 if no step but the first is done."""
@@ -164,6 +167,10 @@ class ProgressPage:
         """The run keeps its checkpoints there."""
         self._write(_FOLDER, folder)
 
+    def logs(self, folder: str) -> None:
+        """The run keeps its event logs there."""
+        self._write(_LOG, folder)
+
     def saved(self, step: int) -> None:
         """A checkpoint of this step is on disk, or the run goes on from one."""
         self._slots[_SAVED] = max(self._slots[_SAVED], step)
@@ -184,6 +191,7 @@ class ProgressPage:
             done=int(slots[_DONE]),
             saved=int(slots[_SAVED]),
             folder=self._text(_FOLDER),
+            log=self._text(_LOG),
             call=self._text(_CALL),
             usual=self._usual(),
             longest=slots[_LONGEST + phase],

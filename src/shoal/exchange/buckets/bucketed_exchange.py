@@ -84,6 +84,7 @@ class BucketedExchange(Exchange):
         self._members = setup.world
         """All data-parallel ranks: the same parameters, different samples."""
         self._model_world = setup.model_world
+        self.spans = setup.spans
         self._applied = False
         """Whether the present step has changed parameters that others have not seen yet."""
         self.connect(setup.world)

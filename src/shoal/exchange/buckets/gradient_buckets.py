@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Protocol
 
 import torch
@@ -13,14 +13,18 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError
 from shoal.exchange.local_tensor import local, local_gradient
+from shoal.report.spans import SpanKind, Spans
 from shoal.world.buckets import Bucket
 from shoal.world.world import Handle
+
+_BUCKET = int(SpanKind.BUCKET)
 
 
 class Carrier(Protocol):
     """An exchange as `GradientBuckets` uses it."""
 
     waited: float
+    spans: Spans
 
     def gradient_vector(self, bucket: Bucket) -> torch.Tensor: ...
     def send(self, bucket: Bucket, vector: torch.Tensor) -> Handle: ...
@@ -50,6 +54,8 @@ class GradientBuckets:
         self._vectors: list[torch.Tensor | None] = [None] * len(buckets)
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._handles: list[Handle] = []
+        self._sent: list[tuple[int, int]] = []
+        """The number of each bucket under way, and when it was sent."""
         self._next = 0
         self._reduce = False
         self._counts = True
@@ -70,6 +76,7 @@ class GradientBuckets:
         self.close()
         self._open = False
         self._handles = []
+        self._sent = []
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -130,11 +137,14 @@ class GradientBuckets:
 
     def wait(self) -> None:
         """Until every bucket that was sent has been reduced."""
-        for handle in self._handles:
+        spans = self._carrier.spans
+        for handle, (bucket, sent) in zip(self._handles, self._sent, strict=True):
             handle.wait()
+            spans.add(_BUCKET, sent, perf_counter_ns(), bucket)
         if self._handles:
             self._carrier.settle()
         self._handles = []
+        self._sent = []
 
     def _watch(self, bucket: Bucket, slot: int, name: str) -> RemovableHandle:
         # A hook lives as long as its parameter. It must not keep us alive with it, and gradients that somebody
@@ -203,4 +213,5 @@ class GradientBuckets:
         assert vector is not None
         self._vectors[bucket.index] = None
         self._next = bucket.index + 1
+        self._sent.append((bucket.index & 0xFFFF, perf_counter_ns()))
         self._handles.append(self._carrier.send(bucket, vector))

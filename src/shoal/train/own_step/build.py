@@ -17,6 +17,7 @@ from shoal.exchange.setup import Setup
 from shoal.optimizer import check_trainable
 from shoal.plan.check import check_device, check_text, promise_of
 from shoal.report.meter import Meter
+from shoal.report.spans import Spans
 from shoal.train.balancing.balance_rules import balance_of
 from shoal.train.build import make_feed, open_data, open_mesh, prepare_layers, reconcile_buffers
 from shoal.train.model.buffer_rules import words_for
@@ -64,8 +65,9 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
     shape = ModelShape.of(models)
     presence = prepare_layers(config, models, mesh, find_blocks(models))
     streams = RandomStreams(models, (), config.seed)
+    spans = Spans()
     made = ExchangeByModel(
-        models, {n: _make_exchange(config, plan, mesh, models, n) for n in config.optimizers}
+        models, {n: _make_exchange(config, plan, mesh, models, n, spans) for n in config.optimizers}
     )
     # A worker without samples gets one all the same: it makes the calls that others wait for.
     feed = replace(make_feed(config, plan, mesh), fill=True)
@@ -93,14 +95,16 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
         scale=precision.LossScale(dynamic=False),
         clip=make_clip(config.clip),
         skip_nan=config.on_nan == "skip",
-        meter=Meter(),
+        meter=Meter(spans),
         recorder=recorder,
         count_per_sample=1.0,
         own_step=config.step,
     )
 
 
-def _make_exchange(config: RunConfig, plan: Plan, mesh: Mesh, models: Models, name: str) -> Exchange:
+def _make_exchange(
+    config: RunConfig, plan: Plan, mesh: Mesh, models: Models, name: str, spans: Spans
+) -> Exchange:
     return exchange.make_exchange(
         plan.exchange,
         Setup(
@@ -113,6 +117,7 @@ def _make_exchange(config: RunConfig, plan: Plan, mesh: Mesh, models: Models, na
             seed=config.seed,
             recorded=False,
             peers=mesh.joined,
+            spans=spans,
         ),
     )
 

@@ -20,7 +20,7 @@ def run_own_step(context: StepContext, view: StepView) -> StepReport:
     assert isinstance(exchange, ExchangeByModel)
     assert context.own_step is not None
     sent = traffic.bytes_sent
-    meter.start()
+    meter.start(view.step + 1)
     portion = context.loader.take(view.step, view.part)
     (batch,), (counts,) = portion.batches, portion.counts
     meter.mark("data")
