@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("train",),
     ("cluster", "testing"),
-    ("selftest",),
+    ("selftest", "doctor"),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""

@@ -9,6 +9,7 @@ ShoalError
 ├── ServerRefused      a parameter server cannot do what it was asked; exit code 2
 ├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
 ├── SelftestFailed     a check of `shoal selftest` failed; exit code 1
+├── FaultsFound        `shoal doctor` found what has to be repaired before training; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
 
 Each message is a sentence that says what happened, with the numbers, and what to do about it.
@@ -75,6 +76,10 @@ class VerifyFailed(ShoalError):
 
 class SelftestFailed(ShoalError):
     """A check of `shoal selftest` failed, on the user's own machine."""
+
+
+class FaultsFound(ShoalError):
+    """`shoal doctor` found what has to be repaired before training."""
 
 
 class WorkerFailed(ShoalError):

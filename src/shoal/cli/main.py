@@ -9,6 +9,7 @@ import typer
 
 import shoal
 from shoal.cli import ckpt, ckpt_convert
+from shoal.cli.doctor import doctor
 from shoal.cli.list import list_choices
 from shoal.cli.run import run
 from shoal.cli.selftest import selftest
@@ -30,6 +31,7 @@ _SCRIPT_LAST = {"allow_interspersed_args": False}
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command()(verify)
 app.command()(selftest)
+app.command()(doctor)
 app.command()(server)
 app.command()(status)
 app.command("list")(list_choices)

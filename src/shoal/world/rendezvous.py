@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import cast
 from urllib.parse import urlparse
 
-import psutil
 from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.errors import ConfigError
 from shoal.torch_private import FileStore, PrefixStore, Store, TCPStore
+from shoal.world.interfaces import interface_towards
 from shoal.world.launch import Launch
 
 
@@ -61,20 +61,14 @@ def bind_gloo(launch: Launch) -> None:
         return
     target = urlparse(launch.rendezvous)
     if target.scheme == "tcp" and target.hostname:
-        name = _interface_towards(target.hostname, target.port or 1)
+        name = interface_towards(target.hostname, target.port or 1)
+        if not name:
+            raise ConfigError(
+                f"no network interface of this host leads to {target.hostname}:{target.port or 1}; check --at."
+            )
     elif launch.local_size == launch.size:
         # Without this gloo looks up the host name, which may lead to an outside interface or nowhere.
         name = "lo"
     else:
         return  # torchrun over several hosts: its own choice of interface stands
     os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _interface_towards(address: str, port: int) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # a datagram socket: nothing is sent, only the route is looked up
-        mine = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == mine for entry in addresses):
-            return str(name)
-    raise ConfigError(f"no network interface of this host leads to {address}:{port}; check --at.")
