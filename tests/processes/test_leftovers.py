@@ -29,7 +29,7 @@ for step in run.steps(1000 if what == "stuck" else 6):
 """
 
 
-def test_no_process_and_no_folder_is_left(tmp_path: Path, everything: bool) -> None:
+def test_nothing_is_left(tmp_path: Path, everything: bool) -> None:
     many, alone = ("-m", "shoal", "run", "--workers", "2", "train.py"), ("train.py",)
     cases = [(many, "ends"), (many, "stuck"), (alone, "stuck")]
     if everything:

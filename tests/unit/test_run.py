@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from typing import Any
 
 import pytest
@@ -66,6 +67,14 @@ def test_wrong_settings(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         shoal.Run(**settings(**changes))
     assert words in str(caught.value)
+
+
+def test_loaders_in_a_folder_that_is_too_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 75)
+    with pytest.raises(ConfigError, match=r"path of 76 bytes \(/t+\) .* set TMPDIR to one of at most 75\."):
+        shoal.Run(**settings(loader_workers=1))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 74)
+    shoal.Run(**settings(loader_workers=1))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.cluster.server_supervisor import ServerSupervisor, Watch
 from shoal.server.transport.keys import JobKeys
+from shoal.world.private_folder import socket_path
 
 _SECOND = "one `shoal run` has servers for one Run with strategy ps; start the script again for another."
 
@@ -29,7 +30,8 @@ class ServerBroker:
         """Whether a killed worker can be replaced: workers exchange parameters with servers only."""
         self._started = False
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
+        with socket_path(self.path) as address:
+            self._listener.bind(address)
         self._listener.listen(64)
         watch(self._listener.fileno(), self._accept)
         self._servers.closing = lambda: [self._listener.fileno()]

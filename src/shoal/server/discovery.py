@@ -15,6 +15,7 @@ from pathlib import Path
 from shoal.errors import ConfigError
 from shoal.server.processes import Threads
 from shoal.server.transport.keys import JobKeys
+from shoal.world.private_folder import socket_path
 from shoal.world.world import World
 
 _SECONDS = 60.0
@@ -54,7 +55,8 @@ def ask_launcher(path: str, request: dict[str, int]) -> Endpoint:
     """Have the launcher start servers, once for all workers."""
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(_SECONDS)
-        line.connect(path)
+        with socket_path(path) as address:
+            line.connect(address)
         line.sendall(json.dumps(request).encode() + b"\n")
         answer = b""
         while not answer.endswith(b"\n"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 from torch import nn
 
 from shoal import exchange, partition, pipeline
@@ -25,6 +28,9 @@ from shoal.train.technique.schedule import check_every
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 
+_DEEPEST = 107 - len("/pymp-01234567/listener-01234567")
+"""Bytes of a temporary folder in which multiprocessing can have its sockets: the kernel takes 107."""
+
 
 def check_numbers(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
     """Refuse settings that cannot work, alone or with this plan."""
@@ -46,6 +52,8 @@ def check_numbers(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(f"accumulate={config.accumulate}; it must be at least 1.")
     if config.loader_workers < 0:
         raise ConfigError(f"loader_workers={config.loader_workers}; it must be at least 0.")
+    if config.loader_workers:
+        _check_temporary_folder(config.loader_workers)
     _check_servers(config, plan, mesh)
     _check_stages(config, plan, mesh)
     parts = config.accumulate * pipeline_options(plan).microbatches
@@ -76,6 +84,17 @@ def _check_stages(config: RunConfig, plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(
             f"recompute='{config.recompute}' under {plan}: a backward pass in two parts would compute every block "
             "twice more; use 1f1b."
+        )
+
+
+def _check_temporary_folder(loaders: int) -> None:
+    """What a loader cannot hand over shows nowhere: who waits for it would wait for ever."""
+    folder = tempfile.gettempdir()
+    size = len(os.fsencode(folder))
+    if size > _DEEPEST:
+        raise ConfigError(
+            f"loader_workers={loaders}: loader processes have sockets in the temporary folder, whose path of {size} "
+            f"bytes ({folder}) leaves no room for their names; set TMPDIR to one of at most {_DEEPEST}."
         )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+_ADDRESS_BYTES = 108
+"""`sun_path` of the kernel, with the zero at its end."""
 _SHELL = "/bin/sh"
 # A process that is being killed may still leave a file behind: once more after a second.
 _SCRIPT = 'read -r _; rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }'
@@ -48,6 +50,26 @@ def private_folder(prefix: str = "shoal-") -> Iterator[PrivateFolder]:
         shutil.rmtree(path, ignore_errors=True)
         os.close(writes)
         os.waitpid(remover, 0)
+
+
+@contextmanager
+def socket_path(path: str) -> Iterator[str]:
+    """`path`, or another name of it that fits into the address of a Unix socket: temporary folders may be deep.
+
+    >>> with private_folder() as folder:
+    ...     os.mkdir(f"{folder.path}/{'deep' * 30}")
+    ...     with socket_path(f"{folder.path}/{'deep' * 30}/a.sock") as short:
+    ...         len(short) < 40
+    True
+    """
+    if len(os.fsencode(path)) < _ADDRESS_BYTES:
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
 
 
 def _start_remover(path: str, reads: int) -> int:
