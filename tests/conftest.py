@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -24,6 +27,11 @@ LONGEST = (
 )
 """They go first: so that, at the end of a run of several files at a time, nobody waits for one of them."""
 
+MORE_SECONDS = 60.0
+"""For fixtures, and for pytest-timeout to have its try first."""
+ERRORS = pytest.StashKey[int]()
+"""The standard error that tests have not redirected."""
+
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("all", derandomize=False, database=None, print_blob=True)
 
@@ -37,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[ERRORS] = os.dup(2)
     if not config.getoption("--hypothesis-profile", None):
         settings.load_profile("all" if config.getoption("--all") else "repeatable")
 
@@ -49,6 +59,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("all_only")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("all_only")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is over its time is ended by pytest-timeout, in Python. One that never comes back to Python, as in a
+    lock of a library, would hold up the run for ever: its process ends, with the stacks of all threads, and xdist names
+    the test and goes on with another process."""
+    limit = item.get_closest_marker("timeout")
+    seconds = float(limit.args[0] if limit else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + MORE_SECONDS, exit=True, file=item.config.stash[ERRORS])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ class Job:
         self.process = Command(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, command)
 
     def children(self, name: str) -> list[int]:
-        """Processes of the launcher by what they are called; workers have the launcher's name."""
+        """Processes of the launcher by what they are called."""
         found = []
         for child in psutil.Process(self.process.pid).children():
             try:
@@ -44,6 +44,10 @@ class Job:
             except psutil.NoSuchProcess:
                 continue
         return sorted(found)
+
+    def workers(self) -> list[int]:
+        """They have the launcher's name."""
+        return self.children(psutil.Process(self.process.pid).name())
 
     def status(self, rank: int = 0) -> dict[str, object]:
         try:
@@ -119,9 +123,7 @@ def test_coordinator_and_workers_are_killed(tmp_path: Path, undisturbed: Job) ->
         step = int(str(job.status()["step"]))
         if step >= 50 * (done + 1):
             coordinator = job.children("shoal-coord")
-            servers = {*job.children("shoal-server"), *coordinator}
-            workers = [pid for pid in job.children("") if pid not in servers]
-            victims = coordinator if done % 2 == 0 else [draw.choice(workers)]
+            victims = coordinator if done % 2 == 0 else [draw.choice(job.workers())]
             os.kill(victims[0], signal.SIGKILL)
             done += 1
         time.sleep(0.01)

@@ -70,7 +70,7 @@ def test_complex_parameters_stay_complex() -> None:
 
     given = Net()
     before = given.turn.detach().clone()
-    model, _ = make_model(given, 0, torch.float64, lazily=False)
+    model, _ = make_model(given, 0, torch.float64, deferred=False)
     assert {n: t.dtype for n, t in model.state_dict().items() if t.is_complex()} == {
         "turn": torch.complex128,
         "also": torch.complex128,
