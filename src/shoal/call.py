@@ -21,7 +21,7 @@ class Call:
 
     __slots__ = ("args", "kwargs")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.args = args
         self.kwargs = kwargs
 
@@ -31,7 +31,7 @@ class Call:
         return f"Call({', '.join(shown)})"
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: object) -> Any:
     """The model's output for what `inputs=` returned.
 
     >>> import torch
@@ -41,7 +41,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs.args, **inputs.kwargs) if type(inputs) is Call else model(inputs)
 
 
-def arguments(inputs: Any) -> Any:
+def arguments(inputs: object) -> Any:
     """What `inputs=` returned, as nested tuples and dicts that may be searched for tensors."""
     return (inputs.args, inputs.kwargs) if type(inputs) is Call else inputs
 
@@ -61,7 +61,7 @@ class Signature:
             self._signature = None
         self._known: dict[tuple[Any, ...], bool] = {}
 
-    def arrange(self, given: Any) -> Any:
+    def arrange(self, given: object) -> Any:
         """What `inputs=` returned, as `call_model` takes it.
 
         >>> Signature(nn.Bilinear(2, 2, 1)).arrange((1, 2)), Signature(nn.Linear(2, 2)).arrange((1, 2))
@@ -89,7 +89,7 @@ class Signature:
         """Which of these names forward has no parameter of."""
         return [str(name) for name in names if name not in self._names()]
 
-    def _binds(self, *args: Any, **kwargs: Any) -> bool:
+    def _binds(self, *args: object, **kwargs: object) -> bool:
         """Whether forward can be called so."""
         if self._signature is None:
             return not kwargs and len(args) == 1
@@ -108,7 +108,7 @@ class Signature:
         found = self._signature.parameters.values() if self._signature is not None else ()
         return {parameter.name for parameter in found if parameter.kind not in hidden}
 
-    def _takes_several(self, given: tuple[Any, ...]) -> bool:
+    def _takes_several(self, given: tuple[object, ...]) -> bool:
         if not self._binds(*given):
             return False
         if self._binds(given):
@@ -118,7 +118,7 @@ class Signature:
             )
         return True
 
-    def _takes_names(self, given: Mapping[str, Any]) -> bool:
+    def _takes_names(self, given: Mapping[str, object]) -> bool:
         if not all(isinstance(name, str) for name in given) or not self._binds(**given):
             return False
         if not self.named(given) and self._binds(given):

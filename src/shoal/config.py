@@ -131,14 +131,14 @@ def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(choice: Choice, key: str, value: Value, hint: Any) -> Value | None:
+def _convert(choice: Choice, key: str, value: Value, hint: object) -> Value | None:
     try:
         return as_type(value, hint)
     except TypeError as error:
         raise ConfigError(f"{choice.name}: {key}={value} should be {error}.") from None
 
 
-def as_type(value: Value, hint: Any) -> Value | None:
+def as_type(value: Value, hint: object) -> Value | None:
     """A parsed value as a field of the given type has it; TypeError says what it should be.
 
     >>> as_type(1, float | None), as_type("none", float | None), as_type(7, str)

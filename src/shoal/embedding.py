@@ -97,7 +97,7 @@ class SparseEmbedding(nn.Module):
             self._touched.append((wanted, leaf))
         return functional.embedding(inverse, leaf)
 
-    def coming_ids(self, batches: Iterable[Any]) -> torch.Tensor | None:
+    def coming_ids(self, batches: Iterable[object]) -> torch.Tensor | None:
         """The ids that batches will ask for, as a source wants them; None where that is not known."""
         if self.ids is None:
             return None

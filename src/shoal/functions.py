@@ -35,7 +35,7 @@ class Copy:
         self._memo: dict[int, Any] = {id(one): one for one in (*model.modules(), *model.parameters())}
         self._globals: dict[int, dict[str, Any]] = {}
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         """The copy of a value that a function can see; raises what copying it raises."""
         if id(value) in self._memo:
             return self._memo[id(value)]

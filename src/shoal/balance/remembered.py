@@ -44,7 +44,7 @@ def stored_speeds(path: Path, key: str, workers: int) -> tuple[float, ...]:
     return check_speeds(entry.get("speeds") if isinstance(entry, dict) else None, workers)
 
 
-def check_speeds(found: Any, workers: int) -> tuple[float, ...]:
+def check_speeds(found: object, workers: int) -> tuple[float, ...]:
     """Speeds from a file, if they are: one for each worker, above 0 and finite, and none a million times another.
 
     >>> check_speeds([2, 1.5], 2), check_speeds([2, "x"], 2), check_speeds([0, 1], 2), check_speeds(None, 2)
@@ -84,6 +84,6 @@ def _read(path: Path) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _time_of(entry: Any) -> float:
+def _time_of(entry: object) -> float:
     found = entry.get("time") if isinstance(entry, dict) else None
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else 0.0

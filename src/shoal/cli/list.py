@@ -117,7 +117,7 @@ def _grid(name: str, table: Table[Any]) -> Grid:
     return grid
 
 
-def _options(made: Any) -> Iterator[str]:
+def _options(made: object) -> Iterator[str]:
     holder = getattr(made, "Options", made)
     if not (isinstance(holder, type) and dataclasses.is_dataclass(holder)):
         return
@@ -125,6 +125,6 @@ def _options(made: Any) -> Iterator[str]:
         yield field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
 
 
-def _summary(made: Any) -> str:
+def _summary(made: object) -> str:
     summary = getattr(made, "summary", None)
     return summary if isinstance(summary, str) else (inspect.getdoc(made) or "").splitlines()[0]

@@ -30,7 +30,7 @@ _NOT_COPIED = ("__dict__", "__weakref__", "_abc_impl")
 _EMPTY = types.CellType()
 
 
-def to_bytes(value: Any, what: str) -> bytes:
+def to_bytes(value: object, what: str) -> bytes:
     """`value` as bytes, with the functions, classes and globals of this program that it needs.
 
     >>> from_bytes(to_bytes((lambda x: x + 1, [2]), "a function"))[0](1)
@@ -44,7 +44,7 @@ def to_bytes(value: Any, what: str) -> bytes:
         ) from error
 
 
-def _dumps(value: Any) -> bytes:
+def _dumps(value: object) -> bytes:
     stream = io.BytesIO()
     pickler = _Pickler(stream, protocol=5)
     pickler.dump(value)
@@ -67,7 +67,7 @@ class _Pickler(pickle.Pickler):
         self.sources: dict[str, list[str]] = {}
         """The source lines of code that is in no file, by the name that tracebacks show."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         special = _REDUCERS.get(type(value))
         if special is not None:
             return special(value)
@@ -146,7 +146,7 @@ def _make_cell() -> types.CellType:
     return types.CellType()
 
 
-def _fill_cell(cell: types.CellType, contents: tuple[Any]) -> None:
+def _fill_cell(cell: types.CellType, contents: tuple[object]) -> None:
     cell.cell_contents = contents[0]
 
 
@@ -168,7 +168,7 @@ def _make_class(kind: type, name: str, bases: tuple[type, ...], first: dict[str,
     return _known(made)
 
 
-def _fill_class(made: type, own: Mapping[str, Any]) -> None:
+def _fill_class(made: type, own: Mapping[str, object]) -> None:
     for name, value in own.items():
         setattr(made, name, value)
 
@@ -189,7 +189,7 @@ def _reduce_cached(value: functools.cached_property[Any]) -> Any:
     return _make_cached, (value.func, value.attrname)
 
 
-def _make_cached(function: Callable[[Any], Any], name: str) -> functools.cached_property[Any]:
+def _make_cached(function: Callable[[Any], object], name: str) -> functools.cached_property[Any]:
     made = functools.cached_property(function)
     made.attrname = name
     return made

@@ -32,7 +32,7 @@ _FUNCTION = "function"
 _RESULT = "result"
 
 
-def launch(function: Callable[..., Result], *args: Any, workers: int = 2) -> Result:
+def launch(function: Callable[..., Result], *args: object, workers: int = 2) -> Result:
     """`function(*args)` on every one of `workers` new processes of this host; what it returned on rank 0.
 
     In it, `shoal.Run` finds the workers as under `shoal run`. The function may be defined anywhere, also in a cell;
@@ -78,7 +78,7 @@ def take(script: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return found
 
 
-def give(script: str, result: Any) -> None:
+def give(script: str, result: object) -> None:
     """In a worker: write rank 0's result for the program. Pickled by name: the program has its own definitions."""
     if from_environment().rank > 0:
         return

@@ -106,7 +106,7 @@ class ModelInputs:
             return Call(**batch)
         return self._signature.arrange(default_inputs(batch))
 
-    def _keywords(self, batch: Mapping[str, Any]) -> bool:
+    def _keywords(self, batch: Mapping[str, object]) -> bool:
         """Whether a batch without `inputs=` is the keywords of forward."""
         if self._signature.named(batch):
             return self._own_loss or "inputs" not in batch

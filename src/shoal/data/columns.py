@@ -45,7 +45,7 @@ def keys_for(partition: Partition, columns: Columns, samples: int) -> Keys | Non
     return values
 
 
-def _as_array(name: str, values: Any) -> Keys:
+def _as_array(name: str, values: object) -> Keys:
     array = values if isinstance(values, np.ndarray) else _from(values)
     if array.dtype.kind in "biufUS":
         return array
@@ -56,7 +56,7 @@ def _as_array(name: str, values: Any) -> Keys:
     raise ConfigError(f"column '{name}' holds {shown}; give numbers only, or text only.")
 
 
-def _from(values: Any) -> Keys:
+def _from(values: object) -> Keys:
     if isinstance(values, torch.Tensor):
         array: Keys = values.detach().cpu().numpy()
         return array

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.partition.bucket import MOST_BATCHES
@@ -54,7 +53,7 @@ class Cursor:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_state(state: Mapping[str, Any]) -> Cursor:
+    def from_state(state: Mapping[str, object]) -> Cursor:
         """The cursor that `to_state` wrote down. What comes from a disk may be anything, so all of it is checked.
 
         >>> Cursor.from_state({"epoch": 0, "position": -1})

@@ -119,7 +119,7 @@ def _order(loader: DataLoader[Any], data: Any, seed: int, lost: list[str]) -> _O
     return _Order(batches.batch_size, batches.drop_last, False, sampler)
 
 
-def _refuse_divided(sampler: Any) -> None:
+def _refuse_divided(sampler: object) -> None:
     """A sampler that gives each process its own part would leave samples out: all processes ask for all of them."""
     divides = [one for one in layers(sampler) if hasattr(one, "num_replicas") and hasattr(one, "rank")]
     if divides:

@@ -193,7 +193,7 @@ class Watch:
         return self(read)
 
 
-def own_generators(data: Any) -> list[str]:
+def own_generators(data: object) -> list[str]:
     """Attributes of a data set, and of what it is made of, that are generators of its own: no key reaches them.
 
     >>> class Noisy:
@@ -210,7 +210,7 @@ _INSIDE = 64
 """Attributes, or entries of a list, that are looked at."""
 
 
-def _generators_in(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _generators_in(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
     if isinstance(value, _KINDS):
         yield name
     elif depth and id(value) not in seen:

@@ -123,7 +123,7 @@ class SampledOrder:
         return numbers
 
 
-def _is_batch(entry: Any) -> bool:
+def _is_batch(entry: object) -> bool:
     if isinstance(entry, np.ndarray | torch.Tensor):
         return entry.ndim > 0
     return isinstance(entry, list | tuple)
@@ -144,7 +144,7 @@ def _times_before(numbers: Ids) -> Ids:
     return found
 
 
-def layers(sampler: Any) -> Iterator[Any]:
+def layers(sampler: object) -> Iterator[Any]:
     """A sampler, and the one that it makes batches of."""
     yield sampler
     inner = getattr(sampler, "sampler", None)

@@ -118,7 +118,7 @@ def doubts(data: Source | Stream) -> list[str]:
     return found
 
 
-def _rows(sample: Any) -> int | None:
+def _rows(sample: object) -> int | None:
     """The number of rows, if a sample looks like a batch: several tensors, one of them flat, equally long."""
     parts = list(sample.values()) if isinstance(sample, dict) else sample
     if not isinstance(parts, list | tuple) or len(parts) < 2:

@@ -118,7 +118,7 @@ class StreamLoader:
         at = self._at
         return Cursor(at.epoch, at.position, 0, short_seed(feed.seed), feed.global_batch, shuffle=False)
 
-    def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
+    def go_on(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
         cursor = Cursor.from_state(state)
         self._begin = self._at = StreamPlace(step, cursor.epoch, cursor.position)

@@ -81,7 +81,7 @@ def look_at_loss(context: StepContext) -> None:
         def whole(batch: Batch) -> Any:
             return model(context.inputs(batch))
 
-    def loss(output: Any, batch: Batch) -> Any:  # each time as it stands now, if it counts its calls
+    def loss(output: object, batch: Batch) -> Any:  # each time as it stands now, if it counts its calls
         return Copy(model).of(plain)(output, batch)
 
     with unseen(), undisturbed(model):

@@ -182,7 +182,9 @@ class Pipelined:
         chunks = list(self._chunks.values())
         return chunks[0] if len(chunks) == 1 else None
 
-    def connect(self, exchange: PipelineGrads, split_loss: Callable[[], Any]) -> None:
+    def connect(
+        self, exchange: PipelineGrads, split_loss: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         """Once parameters are where the exchange wants them: make torch's stages and their runtime."""
         self._exchange = exchange
         self._split_loss = split_loss

@@ -27,7 +27,7 @@ Step = Callable[[Any, Batch], Any]
 """(ctx, batch) -> None, or metrics by name; `ctx` is a `shoal.OwnStep`."""
 
 
-def not_given(*_: Any) -> Any:
+def not_given(*_: object) -> Any:
     """Stands for a field that has no default and was left out."""
     raise ConfigError(NEEDS)
 

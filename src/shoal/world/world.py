@@ -263,7 +263,7 @@ class World:
         self.all_reduce(table).wait()  # every other row is zero, so the sum is exact
         return table
 
-    def gather_values(self, mine: Any) -> list[Any]:
+    def gather_values(self, mine: object) -> list[Any]:
         """The JSON value of every rank, in rank order."""
         if self.group is None:
             return [mine]

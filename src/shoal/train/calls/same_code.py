@@ -16,7 +16,6 @@ import types
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ class Code:
     """Values that it can see."""
 
 
-def code_of(value: Any) -> Code:
+def code_of(value: object) -> Code:
     """Of a function, a class, an object that can be called, or several of them by name.
 
     >>> code_of(functools.partial(max, default=3)).given
@@ -66,7 +65,7 @@ class _Walk:
         self.around: dict[str, str] = {}
         self._seen: set[int] = set()
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Take a callable into the digest."""
         if id(value) in self._seen:
             return
@@ -140,13 +139,13 @@ class _Walk:
                     self._note(name)
                     self.add(inner)
 
-    def _object(self, owner: Any) -> None:
+    def _object(self, owner: object) -> None:
         state = dict(getattr(owner, "__dict__", {}))
         if isinstance(owner, nn.Module):
             state |= dict(owner.named_buffers())
         self._values([(k, v) for k, v in state.items() if not k.startswith("_")], self.around)
 
-    def _values(self, items: Iterable[tuple[Any, Any]], into: dict[str, str]) -> None:
+    def _values(self, items: Iterable[tuple[object, object]], into: dict[str, str]) -> None:
         for name, value in items:
             text = _text_of(value)
             if text is not None:
@@ -155,7 +154,7 @@ class _Walk:
                 self.add(value)
 
 
-def _is_theirs(value: Any) -> bool:
+def _is_theirs(value: object) -> bool:
     """Whether it is something that the script has made, and has code."""
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True
@@ -170,7 +169,7 @@ def _is_installed(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "numpy", "shoal", "transformers", *sys.stdlib_module_names)
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     """A constant of compiled code; the order of a set is another one in each process."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
@@ -179,7 +178,7 @@ def _constant(value: Any) -> str:
     return repr(value)
 
 
-def _text_of(value: Any) -> str | None:
+def _text_of(value: object) -> str | None:
     """A value in words; None for what cannot be told."""
     if isinstance(value, _PLAIN):
         text = repr(value)

@@ -20,7 +20,7 @@ _EACH_ITS_OWN = {
 """What may differ, or is compared where it is used."""
 
 
-def agree_on_settings(settings: Mapping[str, Any], world: World) -> None:
+def agree_on_settings(settings: Mapping[str, object], world: World) -> None:
     """Refuse settings that differ between ranks: values, code of functions, how long the data is.
 
     Values that a function can see and that differ are said: only the script knows what they are for.
@@ -42,7 +42,7 @@ def agree_on_settings(settings: Mapping[str, Any], world: World) -> None:
         print(f"shoal: {sentence}", file=sys.stderr)
 
 
-def _has_code(value: Any) -> bool:
+def _has_code(value: object) -> bool:
     return callable(value) or (isinstance(value, Mapping) and any(callable(one) for one in value.values()))
 
 

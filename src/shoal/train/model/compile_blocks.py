@@ -92,7 +92,7 @@ class CompiledForward:
         """Whether a call changes a buffer; None before a call in training has shown it."""
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
         if self._changes is None and self._block.training:

@@ -100,7 +100,7 @@ def is_linear(hook: Hook, like: Tensor) -> bool:
     )
 
 
-def of_the_user(hooks: Sequence[Any]) -> list[Any]:
+def of_the_user(hooks: Sequence[object]) -> list[Any]:
     """Without those of Shoal and of torch itself."""
     return [h for h in hooks if not (getattr(h, "__module__", "") or "").startswith(("shoal.", "torch."))]
 

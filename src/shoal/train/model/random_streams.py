@@ -72,7 +72,7 @@ class RandomStreams:
             self._drawn = any(not torch.equal(a, b) for a, b in zip(self._state, _generators(), strict=True))
 
     def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def begin(module: nn.Module, inputs: Any) -> None:
+        def begin(module: nn.Module, inputs: object) -> None:
             del inputs
             if not module.training or (self.watching and self._state is None):
                 return  # before the first step somebody may use the model, with numbers of their own

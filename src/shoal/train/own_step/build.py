@@ -139,7 +139,7 @@ def _whole_batch(batch: Batch) -> Batch:
     return batch
 
 
-def _no_loss(models: Any, batch: Batch) -> Any:
+def _no_loss(models: object, batch: Batch) -> Any:
     """An evaluation measures "loss" unless the user gives a metric of that name."""
     del models, batch
     raise ConfigError(

@@ -141,7 +141,7 @@ class ExchangeByModel(Exchange):
 
     @classmethod
     def cost(
-        cls, options: Any, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
+        cls, options: object, profile: ModelProfile, mesh: Mesh, compressor: Compressor | None = None
     ) -> Cost:
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class OptimizerByModel(optim.Optimizer):
         super().__init__([group for one in optimizers.values() for group in one.param_groups], {})
         self.state: Any = _StateByModel(list(optimizers.values()))
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Nothing: every optimizer has its own updates. Schedules want to see a call."""
         del closure
 
@@ -176,7 +176,7 @@ class _StateByModel(MutableMapping[torch.Tensor, Any]):
                 return optimizer.state[tensor]
         raise KeyError("no optimizer has a state for this tensor")
 
-    def __setitem__(self, tensor: torch.Tensor, state: Any) -> None:
+    def __setitem__(self, tensor: torch.Tensor, state: object) -> None:
         self._of(tensor)[tensor] = state
 
     def __delitem__(self, tensor: torch.Tensor) -> None:

@@ -229,7 +229,7 @@ class OwnStep:
         whole: torch.Tensor = draw(self.samples, *shape[1:], generator=self.generator(), dtype=dtype)
         return whole[start:stop].to(self._context.world.device)
 
-    def close(self, returned: Any) -> tuple[float, dict[str, float]]:
+    def close(self, returned: object) -> tuple[float, dict[str, float]]:
         """The step is over, and this is what the user's function returned; its loss and metrics. For the loop."""
         for name, value in self._returned(returned).items():
             total, count = value if isinstance(value, tuple) else (value, None)
@@ -262,7 +262,7 @@ class OwnStep:
             return nullcontext()
         return torch.autocast(self._context.world.device.type, enabled=False)
 
-    def _returned(self, returned: Any) -> Mapping[str, Any]:
+    def _returned(self, returned: object) -> Mapping[str, Any]:
         if returned is None or isinstance(returned, Mapping):
             return returned or {}
         raise ConfigError(

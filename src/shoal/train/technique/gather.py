@@ -169,7 +169,7 @@ class _Gathered(torch.autograd.Function):
         return (mine[: ctx.rows] if call.own else gradient.new_zeros(ctx.rows, *tail)), None
 
 
-def _check(table: Sequence[Sequence[Any]], mine: Sequence[Any]) -> None:
+def _check(table: Sequence[Sequence[object]], mine: Sequence[object]) -> None:
     """All workers gather the same kind of rows."""
     for rank, (what, _, *kind) in enumerate(table):
         if what == "attend":
@@ -186,5 +186,5 @@ def _check(table: Sequence[Sequence[Any]], mine: Sequence[Any]) -> None:
             )
 
 
-def _named(kind: Sequence[Any]) -> str:
+def _named(kind: Sequence[object]) -> str:
     return f"{kind[1]}, {'with' if kind[2] else 'without'} gradient"

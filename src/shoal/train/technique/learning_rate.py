@@ -151,7 +151,7 @@ def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
     return {"scheduler": _plain(scheduler.state_dict()), "groups": rates(scheduler.optimizer)}
 
 
-def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+def restore_schedule(scheduler: LRScheduler, state: Mapping[str, object]) -> None:
     """Put a new scheduler of the same kind, and its optimizer's groups, where another one stood."""
     scheduler.load_state_dict(_filled(scheduler.state_dict(), state["scheduler"]))
     set_rates(scheduler.optimizer, state["groups"])
@@ -176,7 +176,7 @@ _MOVED = ("lr", "momentum", "betas")
 """What torch's schedulers change in a group."""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The part of a state that is numbers and text; functions and the like are made anew by the script."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str) else None
 
 
-def _filled(fresh: Any, kept: Any) -> Any:
+def _filled(fresh: object, kept: object) -> Any:
     """A new scheduler's state with what was kept put in its place."""
     if isinstance(fresh, dict) and isinstance(kept, dict):
         return type(fresh)({key: _filled(value, kept.get(key)) for key, value in fresh.items()})

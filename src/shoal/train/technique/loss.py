@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 Loss = Callable[[Any, Batch], Any]
 
 
-def as_sum_and_count(returned: Any, batch: Batch, what: str = "loss=") -> tuple[torch.Tensor, float]:
+def as_sum_and_count(returned: object, batch: Batch, what: str = "loss=") -> tuple[torch.Tensor, float]:
     """What a loss function returned, as the sum tensor and the count it is over.
 
     >>> as_sum_and_count(torch.tensor(0.5), (torch.zeros(8, 2), torch.zeros(8)))
@@ -58,7 +58,7 @@ def _wide(total: torch.Tensor) -> torch.Tensor:
     return total.float() if total.dtype is torch.bfloat16 or total.dtype is torch.float16 else total
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)} ({', '.join(_describe(v) for v in value)})"
     if isinstance(value, torch.Tensor) and value.numel() != 1:

@@ -42,7 +42,7 @@ class TrainingMetrics:
         if not self._metrics:
             return loss
 
-        def measured(output: Any, batch: Batch) -> Any:
+        def measured(output: object, batch: Batch) -> Any:
             if torch.is_grad_enabled():  # an evaluation is none of a training step's
                 self._measure(output, batch, presence.counts)
             return loss(output, batch)
@@ -62,7 +62,7 @@ class TrainingMetrics:
         }
 
     @torch.no_grad()
-    def _measure(self, output: Any, batch: Batch, counts: bool) -> None:
+    def _measure(self, output: object, batch: Batch, counts: bool) -> None:
         """A filler counts nothing; but a metric that gathers rows is called by every worker."""
         if self._copies > 1:
             output = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, output)

@@ -45,7 +45,7 @@ Forward = Callable[[Batch], Any]
 """Batch -> what the model returns."""
 
 
-def as_returned(output: Any, batch: Batch) -> tuple[Tensor, float]:
+def as_returned(output: object, batch: Batch) -> tuple[Tensor, float]:
     """The loss as it comes: for a trial, which asks of what kind it is and not how large."""
     del batch
     return loss_of(output), 1.0
@@ -57,7 +57,7 @@ class OwnLoss:
     def __init__(self) -> None:
         self._count: Count | None = None
 
-    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: object, batch: Batch) -> tuple[Tensor, Tensor]:
         mean, labels = loss_of(output), labels_of(batch)
         assert self._count is not None
         count = self._count(labels)
@@ -98,7 +98,7 @@ class OwnLoss:
         self._count = best
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """The loss that a model returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -121,13 +121,13 @@ def labels_of(batch: Batch) -> Tensor:
     )
 
 
-def _nothing(output: Any, mean: Tensor) -> Tensor:
+def _nothing(output: object, mean: Tensor) -> Tensor:
     """Zero, from the model's parameters."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return (logits.float() * 0.0).sum() if isinstance(logits, Tensor) else torch.nan_to_num(mean) * 0.0
 
 
-def _check_parts(model: nn.Module, output: Any) -> None:
+def _check_parts(model: nn.Module, output: object) -> None:
     """Refuse a loss to which something is added that does not depend on labels, such as a router's: it may be tiny."""
     loss_of(output)
     names = list(output) if isinstance(output, Mapping) else list(vars(output))

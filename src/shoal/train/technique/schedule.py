@@ -116,7 +116,7 @@ class Schedule:
         """Where it stands, in values that JSON can hold."""
         return schedule_state(self.scheduler)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """Go on where another of its kind stood."""
         restore_schedule(self.scheduler, state)
 

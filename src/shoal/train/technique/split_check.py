@@ -56,7 +56,7 @@ class FirstLoss:
         self.plain = plain or given
         self.first: FirstCall | None = None
 
-    def __call__(self, output: Any, batch: Batch) -> Any:
+    def __call__(self, output: object, batch: Batch) -> Any:
         returned = self.given(output, batch)
         if self.first is None and torch.is_grad_enabled():
             self.first = FirstCall(output, batch, isinstance(returned, torch.Tensor))
@@ -86,7 +86,7 @@ class CannotSplit(Exception):
     """Samples, or outputs, that cannot be cut in two."""
 
 
-def does_not_split(loss: Loss, call: FirstCall, model: Callable[[Batch], Any] | None) -> str:
+def does_not_split(loss: Loss, call: FirstCall, model: Callable[[Batch], object] | None) -> str:
     """How a loss over all samples differs from that over their halves, in a sentence; empty where nothing is known.
 
     `model`: batch -> output, for outputs that cannot be cut, such as a loss that the model computes itself. It and the
@@ -115,7 +115,7 @@ def does_not_split(loss: Loss, call: FirstCall, model: Callable[[Batch], Any] | 
 
 
 def _evaluator(
-    loss: Loss, call: FirstCall, model: Callable[[Batch], Any] | None, wide: bool
+    loss: Loss, call: FirstCall, model: Callable[[Batch], object] | None, wide: bool
 ) -> Callable[[int, int], Sums]:
     """The loss over the samples from one to another; `wide`: in float64."""
     n = length(call.batch)
@@ -137,7 +137,7 @@ def _evaluator(
     return evaluate
 
 
-def part(tree: Any, n: int, start: int, stop: int) -> Any:
+def part(tree: object, n: int, start: int, stop: int) -> Any:
     """The samples from one to another out of `n`, of everything that has one row for each.
 
     >>> part({"x": torch.arange(4)}, 4, 1, 3)
@@ -151,10 +151,10 @@ def part(tree: Any, n: int, start: int, stop: int) -> Any:
     return tree_map(lambda leaf: leaf[start:stop].clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _widened(tree: Any) -> Any:
+def _widened(tree: object) -> Any:
     """In float64, so that rounding is not mistaken for a difference."""
 
-    def widen(leaf: Any) -> Any:
+    def widen(leaf: object) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()
