@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "shoal"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
-TESTS = Path(__file__).parent
+TESTS = ROOT / "tests"
 
 FILE_LINES = 450
 MOST_FILES_LINES = 300
@@ -109,3 +111,16 @@ def test_no_two_files_of_tests_have_one_name() -> None:
         if file.name != "conftest.py":
             places.setdefault(file.name, []).append(str(file.parent.relative_to(TESTS)))
     assert not {name: folders for name, folders in places.items() if len(folders) > 1}
+
+
+WRITTEN = re.compile(r"^<!-- (\w+)(?::\w+)? -->\n.*?^<!-- /\1 -->", re.MULTILINE | re.DOTALL)
+"""What a command has written into a page, between two marks."""
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), TESTS / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_pages_are_short(page: Path) -> None:
+    """Pages are read beside code, in windows of that width. Rows of tables cannot be broken."""
+    lines = WRITTEN.sub("", page.read_text()).splitlines()
+    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not long, "lines of more than 120 characters:\n" + "\n".join(long)

@@ -171,18 +171,6 @@ def test_commands_exist(page: Path) -> None:
                 assert word.partition("=")[0] in options, f"{name_of(page)}: `{line}`: {verb} has no {word}"
 
 
-WRITTEN = re.compile(r"^<!-- (\w+)(?::\w+)? -->\n.*?^<!-- /\1 -->", re.MULTILINE | re.DOTALL)
-"""What a command has written into a page, between two marks."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_lines_are_short(page: Path) -> None:
-    """Rows of tables cannot be broken; all else is read beside code, in windows of that width."""
-    lines = WRITTEN.sub("", page.read_text()).splitlines()
-    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
-    assert not long, f"{name_of(page)} has lines of more than 120 characters: {long}"
-
-
 @cache
 def of_benchmarks() -> set[str]:
     """All options of `scripts/bench`."""

@@ -15,7 +15,7 @@ from warm import Command
 from shoal.report.events import last_pass, read_events
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
+DEADLINE = 150.0
 
 SCRIPT = """
 import os, sys, torch, shoal

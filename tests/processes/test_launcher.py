@@ -19,7 +19,7 @@ import pytest
 from warm import Command
 
 SOURCE = Path(__file__).parents[2] / "src"
-DEADLINE = 60.0
+DEADLINE = 150.0
 HOST = f"host {socket.gethostname()}"
 
 # Each worker of these scripts says that it lives by writing its process id, and then waits to be ended.
