@@ -1,1 +1,20 @@
-"""Data: sources, the one global order of samples, and how workers are fed."""
+"""Data: sources, the one global order of samples, how workers are fed, stores, and flows that build them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.data.store.packed import PackedTokens as PackedTokens
+    from shoal.data.store.store import Store as Store
+
+# Loaded on first use: most programs bring data of their own, and need no pyarrow.
+_HOME = {"PackedTokens": "shoal.data.store.packed", "Store": "shoal.data.store.store"}
+__all__ = ["PackedTokens", "Store"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal.data' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.data.source import BatchSource
 from shoal.errors import ConfigError
 from shoal.partition.base import OWN, Keys, Partition
 from shoal.table import did_you_mean
@@ -16,8 +17,10 @@ Columns = Mapping[str, Any]
 """By name: an array, a tensor or a list with one number or text for each sample."""
 
 
-def keys_for(partition: Partition, columns: Columns, samples: int) -> Keys | None:
-    """The column that a partition divides by; None if that is the sample's own number.
+def keys_for(
+    partition: Partition, columns: Columns, samples: int, source: BatchSource | None = None
+) -> Keys | None:
+    """The column that a partition divides by, given or the data set's own; None if that is the sample's own number.
 
     >>> from shoal.partition import make_partition
     >>> keys_for(make_partition("hash(user)"), {"user": ["ann", "bob", "ann"]}, samples=3)
@@ -30,11 +33,14 @@ def keys_for(partition: Partition, columns: Columns, samples: int) -> Keys | Non
     name = partition.keyed_by
     if name == OWN:
         return None
-    if name not in columns:
+    own = source.key_names if source is not None else ()
+    if name not in columns and name not in own:
         raise ConfigError(
-            f"the partition asks for column '{name}', which columns= does not have{did_you_mean(name, (*columns, OWN))}"
+            f"the partition asks for column '{name}', which columns= does not have"
+            f"{did_you_mean(name, (*columns, *own, OWN))}"
         )
-    values = _as_array(name, columns[name])
+    # A data set's own column stays where it is: what is needed of it is read when it is needed.
+    values: Keys = _as_array(name, columns[name]) if name in columns or source is None else source.keys(name)
     if values.shape != (samples,):
         raise ConfigError(
             f"column '{name}' has shape {list(values.shape)} and the data set {samples} samples; give one value for "

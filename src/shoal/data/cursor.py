@@ -97,19 +97,32 @@ class Track:
     (0, 9, 10)
     """
 
-    __slots__ = ("_rest", "batch", "epoch", "per_epoch", "position", "samples", "step")
+    __slots__ = ("_rest", "batch", "begun", "epoch", "per_epoch", "position", "samples", "step")
 
-    def __init__(self, samples: int, batch: int, step: int = 0, epoch: int = 0, position: int = 0) -> None:
-        """Step `step` begins at `position` of `epoch`."""
+    def __init__(
+        self,
+        samples: int,
+        batch: int,
+        step: int = 0,
+        epoch: int = 0,
+        position: int = 0,
+        begun: int | None = None,
+    ) -> None:
+        """Step `step` begins at `position` of `epoch`, which has `begun` samples if not as many as the others."""
         self.samples = samples
+        self.begun = samples if begun is None else begun
         self.batch = batch
         self.per_epoch = -(-samples // batch)
-        if position % batch == 0 and step == epoch * self.per_epoch + position // batch:
+        if (
+            self.begun == samples
+            and position % batch == 0
+            and step == epoch * self.per_epoch + position // batch
+        ):
             step, epoch, position = 0, 0, 0  # where the run would be anyway: then earlier steps are known too
         self.step = step
         self.epoch = epoch
         self.position = position
-        self._rest = -(-(samples - position) // batch)
+        self._rest = -(-(self.begun - position) // batch)
 
     def span(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, and its positions [start, stop)."""
@@ -126,7 +139,8 @@ class Track:
                 "were is not known any more."
             )
         stop = start + self.batch
-        return epoch, start, stop if stop < self.samples else self.samples
+        end = self.samples if epoch > self.epoch else self.begun
+        return epoch, start, stop if stop < end else end
 
     def until(self, epochs: float) -> int:
         """How many steps the run has made when so many epochs are complete; at least those that it has made already.
@@ -139,7 +153,7 @@ class Track:
         if whole > self.epoch:
             begun = self.step + self._rest + (whole - self.epoch - 1) * self.per_epoch
             return begun + round(part * self.per_epoch)
-        done = self.position / self.samples
+        done = self.position / self.begun
         if whole < self.epoch or part <= done:
             return self.step
         return self.step + round((part - done) / (1 - done) * self._rest)

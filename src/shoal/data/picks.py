@@ -15,6 +15,7 @@ from shoal.data.grouped import GroupedOrder
 from shoal.data.order import GlobalOrder
 from shoal.data.sampler import SampledOrder, SampledTrack
 from shoal.data.sharing import Sharing
+from shoal.data.source import BatchSource
 from shoal.errors import ConfigError
 from shoal.partition.cuts import Ids
 from shoal.seeds import derive
@@ -39,13 +40,14 @@ class Picks:
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self._samples = len(feed.data)
-        self._keys = keys_for(feed.partition, feed.columns, self._samples)
+        source = feed.data if isinstance(feed.data, BatchSource) else None
+        self._keys = keys_for(feed.partition, feed.columns, self._samples, source)
         self.sharing = Sharing(feed.partition.weights(feed.parts))
         self._sampled = None if feed.sampler is None else SampledOrder(feed.sampler, self._samples, feed.seed)
         self._order = self._sampled or GlobalOrder(self._samples, feed.seed, feed.shuffle)
         self._grouped = self._group(feed.global_batch, feed.partition.reach)
-        self._begun: tuple[int, Order] = (0, self._grouped)
-        """The epoch with which the run goes on, and its order; it may be sorted as another run had begun to."""
+        self._begun: tuple[int, Order, int] = (0, self._grouped, self._samples)
+        """The epoch with which the run goes on, its order and its samples: as another run had begun it."""
         self.track = self._track(0, 0, 0)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
         self._cuts: dict[tuple[int, int, int], Cuts | None] = {}
@@ -87,24 +89,34 @@ class Picks:
         order = self._order_of(epoch)
         grain, window = (order.grain, order.window) if isinstance(order, GroupedOrder) else (0, 0)
         seed = short_seed(feed.seed)
-        samples, shuffle = (self._samples, feed.shuffle) if self._sampled is None else (0, False)
+        samples, shuffle = (self._samples_of(epoch), feed.shuffle) if self._sampled is None else (0, False)
         return Cursor(epoch, start, samples, seed, feed.global_batch, grain, window, shuffle)
 
     def go_on(self, step: int, cursor: Cursor) -> list[str]:
         """Let step `step` begin at a cursor; what has changed since it was taken, in words."""
         epoch, position = cursor.epoch, cursor.position
+        begun = cursor.samples if position and self._has_grown(cursor) else self._samples
+        self._begun = (epoch, self._grouped, begun)
         if position >= self._length(epoch, used=True):
-            epoch, position = epoch + 1, 0
-        self._begun = (epoch, self._grouped)
+            epoch, position, begun = epoch + 1, 0, self._samples
+        order = (
+            GlobalOrder(begun, self.feed.seed, self.feed.shuffle) if begun < self._samples else self._order
+        )
+        self._begun = (epoch, self._group(self.feed.global_batch, self.feed.partition.reach, order), begun)
         self.track = self._track(step, epoch, position)
         told = changes(cursor, self.cursor(step))
+        if begun < self._samples:
+            told.append(
+                f"the data set has grown from {begun} to {self._samples} samples: epoch {epoch} ends with those it "
+                f"began with, and the new ones come from epoch {epoch + 1} on"
+            )
         if position > 0 and cursor.window and not self.feed.partition.reach:
             told.append(
                 f"epoch {epoch} was sorted by length and the partition does not sort now: some of its samples come "
                 "twice and others not at all"
             )
         elif position > 0:  # an epoch ends in the order in which it began
-            self._begun = (epoch, self._group(cursor.grain, cursor.window))
+            self._begun = (epoch, self._group(cursor.grain, cursor.window, order), begun)
         self._window = (0, 0, np.empty(0, dtype=np.int64))
         return told
 
@@ -116,34 +128,46 @@ class Picks:
         batch, drop_last = self.feed.global_batch, self.feed.drop_last
         if self._sampled is not None:
             return SampledTrack(self._sampled, batch, drop_last, step, epoch, position)
-        return Track(self._length(epoch, used=True), batch, step, epoch, position)
+        return Track(
+            self._length(epoch + 1, used=True), batch, step, epoch, position, self._length(epoch, used=True)
+        )
 
     def _length(self, epoch: int, used: bool = False) -> int:
         """How many samples an epoch has; `used`: without those of a last batch that is left out."""
-        samples = self._samples if self._sampled is None else self._sampled.length(epoch)
+        samples = self._samples_of(epoch) if self._sampled is None else self._sampled.length(epoch)
         return (
             samples - samples % self.feed.global_batch
             if used and self.feed.drop_last and not self.own_batches
             else samples
         )
 
+    def _samples_of(self, epoch: int) -> int:
+        """How many there are: an epoch that had begun before the data set grew ends as it began."""
+        return self._begun[2] if epoch == self._begun[0] else self._samples
+
+    def _has_grown(self, cursor: Cursor) -> bool:
+        data = self.feed.data
+        grows = isinstance(data, BatchSource) and data.grows and self._sampled is None
+        return grows and 0 < cursor.samples < self._samples
+
     @property
     def own_batches(self) -> bool:
         """Whether a sampler makes whole batches."""
         return self._sampled is not None and self._sampled.own_batches
 
-    def _group(self, grain: int, window: int) -> Order:
+    def _group(self, grain: int, window: int, order: GlobalOrder | SampledOrder | None = None) -> Order:
+        order = order or self._order
         if not window:
-            return self._order
-        if isinstance(self._order, SampledOrder):
+            return order
+        if isinstance(order, SampledOrder):
             raise ConfigError(
                 "the partition sorts the order of samples by length, and a sampler gives one; leave one of them out."
             )
         keys = np.arange(self._samples) if self._keys is None else self._keys
-        return GroupedOrder(self._order, keys, grain, window)
+        return GroupedOrder(order, keys, grain, window)
 
     def _order_of(self, epoch: int) -> Order:
-        begun, order = self._begun
+        begun, order, _ = self._begun
         return order if epoch == begun else self._grouped
 
     def _cuts_for(self, step: int, count: int, first: int) -> Cuts | None:

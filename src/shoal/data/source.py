@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
@@ -19,6 +20,35 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class BatchSource(ABC):
+    """A map-style data set that gathers whole batches, and has columns of its own to divide samples by."""
+
+    grows: ClassVar[bool] = False
+    """Whether samples are only ever added: the first n stay what they were."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+    @abstractmethod
+    def __getitem__(self, index: int, /) -> Any: ...
+    @abstractmethod
+    def batch(self, ids: Ids) -> Batch:
+        """The batch of some samples."""
+
+    @property
+    @abstractmethod
+    def whole_batches(self) -> bool:
+        """Whether `batch` gives what samples one by one would: nothing of the user's has to see each of them."""
+
+    @property
+    @abstractmethod
+    def key_names(self) -> tuple[str, ...]:
+        """Columns that a partition may ask for."""
+
+    @abstractmethod
+    def keys(self, name: str) -> Any:
+        """What stands for an array with one value a sample, and may read it when it is asked."""
 
 
 class Stream(Protocol):
@@ -61,6 +91,8 @@ def check_source(data: Source | Stream, global_batch: int, sampled: bool = False
 
 def is_plain(data: Source, collate: Collate | None) -> bool:
     """Whether batches are rows of tensors and nothing of the user's runs to make one."""
+    if isinstance(data, BatchSource):
+        return collate is None and data.whole_batches
     return (
         collate is None
         and isinstance(data, TensorDataset)
@@ -72,6 +104,8 @@ def is_plain(data: Source, collate: Collate | None) -> bool:
 def fetch(data: Source, ids: Ids, collate: Collate | None) -> Batch:
     """One batch of the given samples."""
     if is_plain(data, collate):
+        if isinstance(data, BatchSource):
+            return data.batch(ids)
         rows = torch.from_numpy(ids)
         tensors: tuple[torch.Tensor, ...] = data.tensors  # type: ignore[attr-defined]
         return tuple([tensor.index_select(0, rows) for tensor in tensors])  # not a sample at a time
