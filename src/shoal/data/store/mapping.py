@@ -34,7 +34,8 @@ class Mapping:
             found = os.fstat(descriptor).st_size
             if found != size or size == 0:
                 raise ConfigError(f"{path} has {found} bytes and its manifest says {size}; it is damaged.")
-            self.address, self.size = _map(descriptor, size), size
+            self.address = _map(descriptor, size)
+            self.size = size
         finally:
             os.close(descriptor)
         weakref.finalize(self, _unmap, self.address, size)
