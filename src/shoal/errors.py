@@ -17,6 +17,8 @@ Each message is a sentence that says what happened, with the numbers, and what t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class ShoalError(Exception):
     """Base of every error Shoal raises on purpose; `exit_code` is what the process ends with."""
@@ -85,8 +87,37 @@ class FaultsFound(ShoalError):
 class WorkerFailed(ShoalError):
     """A worker of a launched job failed."""
 
-    def __init__(self, message: str, exit_code: int = 1, refusal: bool = False) -> None:
-        """`refusal`: the worker raised an error of this file on purpose, and the message is its own sentence."""
+    def __init__(
+        self, message: str, exit_code: int = 1, refusal: bool = False, loss: Loss | None = None
+    ) -> None:
+        """`refusal`: the worker raised an error of this file on purpose, and the message is its own sentence.
+
+        `loss`: where another start of the workers may do better; None where it would end in the same way.
+        """
         super().__init__(message)
         self.exit_code = exit_code
         self.refusal = refusal
+        self.loss = loss
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that was lost by no fault of the program's, as far as anybody can tell."""
+
+    sentence: str
+    """Who, how and where, without what to do about it."""
+    rank: int
+    cause: str
+    """As "SIGKILL", "a hang" or "ConnectionResetError"."""
+    place: str = ""
+    """As "step 7, loading data"."""
+    step: int = 0
+    """The step that it had begun last; 0 before the first."""
+    begun: bool = True
+    """Whether it had come to its `Run`."""
+    pid: int = 0
+    phase: str = ""
+    log: str = ""
+    """Where the run keeps its event logs."""
+    samples: str = ""
+    """The numbers of its samples in that step, where it is known that it was lost there before."""

@@ -193,7 +193,7 @@ def test_another_strategy_and_another_number_of_workers(tmp_path: Path) -> None:
 
     script = write(tmp_path, TRAIN)
     (tmp_path / "armed").touch()
-    done = shoal(tmp_path, "run", "--workers", "3", "--strategy", "zero1", script)
+    done = shoal(tmp_path, "run", "--workers", "3", "--retries", "0", "--strategy", "zero1", script)
     assert (done.code, "worker 1 of 3" in done.err) == (128 + signal.SIGKILL, True), done.err
     (tmp_path / "armed").unlink()
     assert latest(tmp_path / "kept") in ("step-3", "step-6"), "the second may have been on its way"

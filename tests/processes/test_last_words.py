@@ -45,7 +45,7 @@ NOTHING = "Nothing was saved: with checkpoint=FOLDER and checkpoint_every=N the 
 
 
 def test_a_large_worker_that_is_killed_is_the_cause(tmp_path: Path) -> None:
-    done = shoal(tmp_path, "run", "--workers", "2", write(tmp_path, TRAIN), "kill")
+    done = shoal(tmp_path, "run", "--workers", "2", "--retries", "0", write(tmp_path, TRAIN), "kill")
     assert done.code == 128 + signal.SIGKILL
     words = r"was killed by SIGKILL after step 5, in the script's own code \(out of memory\? see dmesg\)\. "
     assert re.search(WHO + words + re.escape(NOTHING) + "\n$", done.err), done.err
@@ -63,7 +63,8 @@ def test_a_large_worker_that_is_killed_is_the_cause(tmp_path: Path) -> None:
 def test_who_leaves_a_pipeline_early_is_named(tmp_path: Path, what: str, code: int, words: str) -> None:
     strategy = "ddp * pp2(microbatches=2)"
     script = write(tmp_path, TRAIN)
-    done = shoal(tmp_path, "run", "--workers", "2", "--no-dry-run", "--strategy", strategy, script, what)
+    options = ("--workers", "2", "--no-dry-run", "--retries", "0", "--strategy", strategy)
+    done = shoal(tmp_path, "run", *options, script, what)
     assert (done.code, done.out) == (code, ""), done.err
     assert re.search(words, done.err), done.err
     assert done.err.count("\n") == 1, "no traceback of gloo's, no table of torch's"

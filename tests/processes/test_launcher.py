@@ -263,11 +263,16 @@ sys.exit()
 
 
 def test_launcher_killed_outright_leaves_no_worker(shell: Shell) -> None:
-    launcher = shell.start("run", "--workers", "2", shell.script(WAIT + "time.sleep(60)"))
+    memory = "pathlib.Path('memory').write_text(os.environ['SHOAL_MEMORY'])\n"
+    script = shell.script(WAIT.replace("rank =", memory + "rank =") + "time.sleep(60)")
+    launcher = shell.start("run", "--workers", "2", script)
     pids = shell.pids(2)
+    kept = Path((shell.folder / "memory").read_text())
+    assert kept.is_dir()
     launcher.kill()
     until(lambda: all(gone(pid) for pid in pids))
     until(lambda: shell.leftovers() == [])
+    until(lambda: not kept.exists())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

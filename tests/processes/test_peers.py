@@ -127,7 +127,7 @@ def test_a_killed_job_goes_on_from_memory(tmp_path: Path) -> None:
     for folder in ("kept", "log"):
         shutil.rmtree(tmp_path / folder)
     (tmp_path / "armed").touch()
-    done = shoal(tmp_path, "run", "--workers", "2", script)
+    done = shoal(tmp_path, "run", "--workers", "2", "--retries", "0", script)
     assert done.code == 128 + signal.SIGKILL, done.err
     assert len(set(own.iterdir()) - before) == 1, "the copy outlives the processes"
     (tmp_path / "armed").unlink()

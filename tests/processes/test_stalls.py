@@ -64,7 +64,7 @@ WHO = r"shoal: worker 1 of 2 \(host .+, pid (\d+)\) "
 # In zero3 the others wait in their forward pass, where the hung one is too.
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.all_only)])
 def test_a_worker_that_hangs_is_named_and_ends_the_run(tmp_path: Path, strategy: str) -> None:
-    done = finish(begin(tmp_path, "hang", "--strategy", strategy, "--hang-limit", "3"))
+    done = finish(begin(tmp_path, "hang", "--strategy", strategy, "--hang-limit", "3", "--retries", "0"))
     assert done.code == 4, done.err
     told = re.search(WHO + r"has not moved for \d+ s: step 21, forward and backward.*", done.err)
     assert told is not None, done.err

@@ -22,7 +22,7 @@ for step in run.steps(100000):
 
 def test_the_second_is_refused_and_a_killed_one_is_in_nobodys_way(tmp_path: Path) -> None:
     script = write(tmp_path, LONG)
-    first = start(tmp_path, "-m", "shoal", "run", "--workers", "2", script)
+    first = start(tmp_path, "-m", "shoal", "run", "--workers", "2", "--retries", "0", script)
     deadline = time.monotonic() + DEADLINE
     while len(list(tmp_path.glob("pid-*"))) < 2 or not (tmp_path / "kept" / "step-2").exists():
         assert first.poll() is None, first.communicate()

@@ -87,11 +87,11 @@ class Saver:
         after: Callable[[Path], None] = lambda _: None,
         peers: Peers | None = None,
         before: Callable[[], None] = lambda: None,
-        failures: int = FAILURES,
+        failures: float = FAILURES,
     ) -> None:
         """`after` is called on rank 0, in its thread, with each checkpoint that is complete; `before` before it is.
 
-        `failures`: so many saves in a row that fail end the run.
+        `failures`: so many saves in a row that fail end the run; infinite: none does.
         """
         self._world = world
         self._root = root
@@ -125,6 +125,8 @@ class Saver:
         self._urgent = False
         self._deadline = math.inf
         self._threaded = False
+        self.behind = 0.0
+        """Processor seconds that the last save took behind the training's back."""
 
     def save(self, state: State, facts: Facts, urgent: bool = False, pieces: Iterable[Piece] = ()) -> None:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
@@ -249,6 +251,7 @@ class Saver:
     # From here on in the thread, or where it is urgent.
 
     def _work(self, written: Path, paths: Sequence[str], facts: Facts, files: PieceFiles) -> None:
+        began = time.thread_time()
         try:
             self._hand_in(written, self._write(written, paths, files))
             manifest = self._commit(written, facts) if self._world.rank == 0 else b""
@@ -265,6 +268,7 @@ class Saver:
             else:
                 self._hand_in(written, {"error": reason_of(error)})
         finally:
+            self.behind = time.thread_time() - began
             self._committed.set()
             self._idle.set()
 
@@ -365,6 +369,10 @@ class Saver:
             return  # who asked for it hears of it; that ends the run; or the run has ended already
         facts = room_facts(self._root, self._needed)
         number = self._failed + 1
+        if math.isinf(self._limit):
+            text = f"a snapshot in memory failed ({reason_of(error)}); {facts}; training goes on without it"
+            print(f"shoal: {text}.", file=sys.stderr, flush=True)
+            return
         then = "training goes on, and the next save tries again" if number < self._limit else "the run ends"
         text = f"checkpoint {name} could not be written ({reason_of(error)}); {facts}; {then}"
         print(f"shoal: {text} (failure {number} of {self._limit} in a row).", file=sys.stderr, flush=True)

@@ -57,7 +57,8 @@ def list_choices(
 
 
 def _ask(script: str, question: str) -> None:
-    from shoal.cluster.local import Job, check, run_job
+    from shoal.cluster.local import Job, check
+    from shoal.cluster.recovery.supervise import run_job
 
     job = Job(script, output="first", environment={"SHOAL_DRY_RUN": question})
     check(job)

@@ -8,11 +8,22 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.cluster.dry_run import try_model
-from shoal.cluster.local import Job, check, forkable_imports, run_job
+from shoal.cluster.local import Job, check, forkable_imports
+from shoal.cluster.recovery.retries import RETRIES
+from shoal.cluster.recovery.supervise import run_job
 from shoal.cluster.stalls import HANG_SECONDS
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
+
+HangLimit = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="After this a worker that hangs is taken for lost; 0: never."),
+]
+Retries = Annotated[
+    int,
+    typer.Option(help="Starts after a lost worker, in a row without progress; 0: its loss ends the run."),
+]
 
 
 def run(
@@ -37,10 +48,8 @@ def run(
     hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
-    hang_limit: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="After this a worker that hangs ends the run; 0: never."),
-    ] = HANG_SECONDS,
+    hang_limit: HangLimit = HANG_SECONDS,
+    retries: Retries = RETRIES,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -68,6 +77,7 @@ def run(
         host=host,
         at=at,
         hang_limit=hang_limit,
+        retries=retries,
     )
     if no_scout:
         typer.echo("shoal: --no-scout is now called --no-dry-run.", err=True)

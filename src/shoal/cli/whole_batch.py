@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cli.compare_runs import Comparison, compare_runs
-from shoal.cluster.local import Job, run_job
+from shoal.cluster.local import Job
+from shoal.cluster.recovery.supervise import run_job
 from shoal.errors import VerifyFailed, WorkerFailed
 from shoal.types import Value
 

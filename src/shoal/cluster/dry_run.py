@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.cluster.local import Job, run_job, threads_of, worker_environment
+from shoal.cluster.local import Job, threads_of, worker_environment
+from shoal.cluster.recovery.supervise import run_job
 from shoal.config import degree_of, parse_strategy
 from shoal.errors import WorkerFailed
 

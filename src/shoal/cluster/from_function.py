@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.cluster.by_value import from_bytes, to_bytes
-from shoal.cluster.local import Job, run_job
+from shoal.cluster.local import Job
+from shoal.cluster.recovery.supervise import run_job
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.world.failure import end_in_one_sentence
 from shoal.world.launch import from_environment

@@ -1,4 +1,4 @@
-"""Start the workers of this host, watch them, and raise the first cause if one fails.
+"""One start of the workers of this host: start them, watch them, and raise the first cause if one fails.
 
 The launcher imports torch once and forks: four workers start about as fast as one and share the memory of the
 import. Forking is safe only in a process with a single thread, so the launcher counts its threads, and starts fresh
@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,9 @@ from shoal.cluster import worker
 from shoal.cluster.output import Output, OutputStreams, open_streams
 from shoal.cluster.stalls import HANG_SECONDS, Stalls
 from shoal.cluster.watch import FINISHING, Crew, Interrupts, say
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, WorkerFailed
 from shoal.types import Value
 from shoal.world.launch import from_environment
-from shoal.world.private_folder import private_folder
 from shoal.world.progress_page import ProgressPage
 
 if TYPE_CHECKING:
@@ -59,7 +58,9 @@ class Job:
     """Start fresh interpreters always, and keep stdin: the launcher is a user's program, as under `shoal.launch`."""
 
     hang_limit: float = HANG_SECONDS
-    """Seconds after which a worker that hangs ends the run; 0: it never does. See stalls.py."""
+    """Seconds after which a worker that hangs is taken for lost; 0: it never is. See stalls.py."""
+    retries: int = 0
+    """After a lost worker all are started again, so often in a row without progress. See recovery/."""
 
     @property
     def size(self) -> int:
@@ -72,31 +73,47 @@ class Job:
         return name if self.hosts == 1 else f"{self.host}, {name}"
 
 
-def run_job(job: Job) -> None:
-    """Run `job` to its end on this host.
+@dataclass
+class Attempt:
+    """One start of all workers of this host."""
 
-    Raises ConfigError before anything starts, and WorkerFailed with the first cause and its exit code. Ctrl-C
-    ends the workers and raises KeyboardInterrupt; SIGTERM and SIGHUP end them and raise SystemExit.
-    """
-    check(job)
-    threads = threads_of(job)
-    forkable = not job.fresh and _import_torch(job)
-    with private_folder() as private, Interrupts() as interrupts:
-        folder = private.path
+    job: Job
+    folder: str
+    """Private, and of this start alone."""
+    interrupts: Interrupts
+    threads: str
+    forkable: bool
+    kept: Sequence[int] = ()
+    """Descriptors that no worker may hold."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What workers are told of this start."""
+
+    def run(self, goes_on: Callable[[WorkerFailed, int], bool]) -> None:
+        """Until all have ended well; raises the first cause where one has not.
+
+        `goes_on`: given that and the last step that was begun, whether there will be another start. Then nobody is
+        waited for.
+        """
+        job, folder = self.job, self.folder
         stalls = Stalls(folder, job.size, job.host_name, job.hang_limit, say)
-        crew = Crew(folder, job.size, interrupts, job.host_name, stalls)
-        crew.keep_from_workers(private.descriptor)
-        broker = _server_broker(folder, threads, crew) if forkable and job.hosts == 1 else None
-        starter = WorkerStarter(job, folder, crew, threads, forkable, broker)
+        crew = Crew(folder, job.size, self.interrupts, job.host_name, stalls, hurries=job.retries > 0)
+        for descriptor in self.kept:
+            crew.keep_from_workers(descriptor)
+        broker = _server_broker(folder, self.threads, crew) if self.forkable and job.hosts == 1 else None
+        starter = WorkerStarter(job, folder, crew, self.threads, self.forkable, broker, self.environment)
         crew.replace = starter.replace
         if broker is not None:
             crew.ended = broker.worker_ended
             crew.independent = lambda: broker.replaces
         try:
-            with interrupts.held():
+            with self.interrupts.held():
                 for index in range(job.workers):
                     starter.start(index)
             crew.watch(job.seconds)
+        except WorkerFailed as failed:
+            if goes_on(failed, crew.reached):
+                crew.kill()
+            raise
         finally:
             crew.end()
             if broker is not None:
@@ -113,6 +130,8 @@ def check(job: Job) -> None:
     for name, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} is too few; it must be at least 1.")
+    if job.retries < 0:
+        raise ConfigError(f"--retries {job.retries} is negative; 0 starts nothing again.")
     if job.hang_limit < 0:
         raise ConfigError(
             f"--hang-limit {job.hang_limit:g} is negative; give seconds, or 0 for a run that waits for ever."
@@ -167,7 +186,7 @@ def threads_of(job: Job) -> str:
     return job.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(share)
 
 
-def _import_torch(job: Job) -> bool:
+def import_torch(job: Job) -> bool:
     """Import torch for all workers at once; True if this process may then be forked."""
     if not _single_threaded():
         return False
@@ -177,6 +196,8 @@ def _import_torch(job: Job) -> bool:
         # only a guess about speed: a wrong one costs or misses a second and changes nothing else.
         if any(word in Path(job.script).read_bytes() for word in (b"optim", b"shoal")):
             importlib.import_module("torch._dynamo")
+        if b"shoal" in Path(job.script).read_bytes():
+            importlib.import_module("shoal.train.run")
     return _single_threaded()
 
 
@@ -186,7 +207,7 @@ def _single_threaded() -> bool:
 
 @contextmanager
 def forkable_imports(job: Job) -> Iterator[None]:
-    """Import torch before `run_job` only inside this context, or the workers start as fresh interpreters.
+    """Import torch before workers start only inside this context, or the workers start as fresh interpreters.
 
     OpenBLAS, which numpy loads, starts its threads at import unless told not to; OpenMP waits for first use.
     """
@@ -220,6 +241,8 @@ class WorkerStarter:
     threads: str
     forkable: bool
     broker: ServerBroker | None
+    said: Mapping[str, str] = field(default_factory=dict)
+    """What all workers of this start are told."""
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
@@ -231,6 +254,7 @@ class WorkerStarter:
         environment["SHOAL_FINISHING"] = os.path.join(folder, f"{FINISHING}{rank}")
         page = os.path.join(folder, f"progress-{rank}")
         environment["SHOAL_PROGRESS"] = page
+        environment |= self.said
         if self.broker is not None:
             environment["SHOAL_LAUNCHER"] = self.broker.path
         script = str(Path(job.script).absolute())

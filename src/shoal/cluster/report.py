@@ -13,15 +13,26 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
-from shoal.errors import PeerLost, ShoalError, WorkerFailed
+from shoal.errors import Loss, PeerLost, ShoalError, WorkerFailed
 from shoal.world.failure import is_lost_peer, own_frames
 from shoal.world.progress_page import Phase, Place
 
 Kind = Literal["config", "error", "consequence"]
+_LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
+"""Errors of the system that come again as long as nobody changes something."""
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOST_BYTES = 2**20
+"""Of a report: a traceback is shorter."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class Report:
     message: str
     traceback: str = ""
     """Empty where the sentence says everything."""
+    passing: str = ""
+    """The kind of an error that another start may not meet, as "ConnectionResetError"; empty for all others."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,15 @@ def describe(error: BaseException, rank: int, script: str) -> Report:
     kind = "consequence" if is_lost_peer(error) else "error"
     message = "".join(traceback.format_exception_only(error)).strip()
     lines = traceback.format_exception(type(error), error, own_frames(_from_script(error, script)))
-    return Report(rank, now, kind, 1, message, "".join(lines))
+    passing = type(error).__name__ if _may_pass(error) else ""
+    return Report(rank, now, kind, 1, message, "".join(lines), passing)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error comes from the machine and not from the program: a device, a network, a killed helper."""
+    if isinstance(error, OSError | EOFError):
+        return not isinstance(error, _LASTING)
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error) and "killed" in str(error)
 
 
 def _from_script(error: BaseException, script: str) -> TracebackType | None:
@@ -98,10 +119,30 @@ def write(folder: str, report: Report) -> None:
 def read(folder: str, rank: int) -> Report | None:
     """The report that worker `rank` left in `folder`, if it left one."""
     try:
-        with open(_path(folder, rank), encoding="utf-8") as file:
-            return Report(**json.load(file))
-    except FileNotFoundError:
+        with open(_path(folder, rank), encoding="utf-8", errors="replace") as file:
+            return _checked(json.loads(file.read(_MOST_BYTES)))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ):  # none, or half of one from a worker that is gone
         return None
+
+
+def _checked(given: object) -> Report:
+    """A report whose fields are what they should be; ValueError or TypeError for anything else."""
+    if not isinstance(given, dict):
+        raise ValueError("a report is an object")
+    report = Report(**given)
+    if report.kind not in get_args(Kind) or not all(
+        type(getattr(report, field.name)) in _TYPES[str(field.type)] for field in fields(Report)
+    ):
+        raise ValueError("a field of a report is of another kind")
+    return report
+
+
+_TYPES = {"int": (int,), "float": (int, float), "str": (str,), "Kind": (str,)}
 
 
 def _path(folder: str, rank: int) -> str:
@@ -152,7 +193,29 @@ def _no_cause(lost: Ending, early: Sequence[Ending], endings: Sequence[Ending], 
         "No worker of this host is the cause: see what the launchers of the other hosts say, and whether the "
     )
     said += "network between them is up."
-    return WorkerFailed(said + _remedy(lost, endings), code)
+    return WorkerFailed(said + _remedy(lost, endings), code, loss=loss_of(lost, said, "a lost peer"))
+
+
+def loss_of(ending: Ending, sentence: str, cause: str) -> Loss:
+    """What another start of the workers has to know of this end."""
+    place = ending.place
+    return loss_at(place, sentence, ending.rank, ending.pid, cause)
+
+
+def loss_at(place: Place, sentence: str, rank: int, pid: int, cause: str) -> Loss:
+    """The same of a worker that is at this place."""
+    return Loss(
+        sentence,
+        rank,
+        cause,
+        place=str(place),
+        step=place.step,
+        begun=place.phase != Phase.STARTING,
+        pid=pid,
+        phase=place.phase.name.lower(),
+        log=place.log,
+        samples=place.samples if place.phase.in_step else "",
+    )
 
 
 def _name(ending: Ending, size: int) -> str:
@@ -182,17 +245,24 @@ def _phrase(ending: Ending, endings: Sequence[Ending], size: int) -> WorkerFaile
     if report is None:
         if ending.code < 0:
             hint = " (out of memory? see dmesg)" if ending.code == -signal.SIGKILL else ""
-            said = f"{name} was killed by {signal_name(-ending.code)}{_where(ending)}{hint}."
-            return WorkerFailed(said + _remedy(ending, endings) + _quote(ending), 128 - ending.code)
+            cause = signal_name(-ending.code)
+            said = f"{name} was killed by {cause}{_where(ending)}{hint}."
+            # Who sends one of these wants it to end.
+            loss = None if -ending.code in _REQUESTS else loss_of(ending, said + _quote(ending), cause)
+            return WorkerFailed(
+                said + _remedy(ending, endings) + _quote(ending), 128 - ending.code, loss=loss
+            )
         said = f"{name} ended with exit code {ending.code}{_where(ending)}; it left no report: the script "
         said += "or a library has called os._exit."
-        return WorkerFailed(said + _remedy(ending, endings) + _quote(ending), ending.code)
+        loss = loss_of(ending, said + _quote(ending), f"exit code {ending.code}")
+        return WorkerFailed(said + _remedy(ending, endings) + _quote(ending), ending.code, loss=loss)
     remedy = _remedy(ending, endings).strip()
     if report.traceback:
         output = f"{_quote(ending)}\n\n" if ending.tail else "\n"
         after = f"\nshoal: {remedy}" if remedy else ""
-        said = f"{name} failed{_where(ending)}:{output}{report.traceback.rstrip()}{after}"
-        return WorkerFailed(said, report.exit_code)
+        said = f"{name} failed{_where(ending)}:{output}{report.traceback.rstrip()}"
+        loss = loss_of(ending, said, report.passing) if report.passing else None
+        return WorkerFailed(said + after, report.exit_code, loss=loss)
     if report.kind == "error":
         said = f"{name} failed{_where(ending)}: {report.message}{' ' if remedy else ''}{remedy}"
         return WorkerFailed(said + _quote(ending), report.exit_code)

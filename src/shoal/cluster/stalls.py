@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from shoal.cluster import stacks
 from shoal.cluster.process_state import stopped_by
-from shoal.cluster.report import resume
+from shoal.cluster.report import loss_at, resume
 from shoal.errors import WorkerFailed
 from shoal.world.progress_page import Phase, Place, ProgressPage
 
@@ -204,9 +204,18 @@ class Stalls:
     def _failure(self, one: Watched) -> WorkerFailed:
         what = f"is stopped by {one.stopped}" if one.stopped else "hangs"
         said = f"{self._name(one)} {what}, for {one.still:.0f} s now: {one.place}. "
-        said += "--hang-limit says how long that may be (0: for ever). "
-        said += resume(one.place, [each.place for each in self._workers.values()])
-        return WorkerFailed(said.rstrip() + (f"\n{one.stack}" if one.stack is not None else ""), EXIT_CODE)
+        said += "--hang-limit says how long that may be (0: for ever)."
+        remedy = resume(one.place, [each.place for each in self._workers.values()])
+        stacks = self._stacks(one)
+        cause = "SIGSTOP" if one.stopped else "a hang"
+        loss = loss_at(one.place, said + stacks, one.rank, one.pid, cause)
+        return WorkerFailed(f"{said} {remedy}".rstrip() + stacks, EXIT_CODE, loss=loss)
+
+    def _stacks(self, first: Watched) -> str:
+        """Where each worker is in its Python code, as far as it has answered; the one that hangs first."""
+        others = [one for one in self._workers.values() if one is not first and one.stack is not None]
+        said = f"\n{first.stack}" if first.stack is not None else ""
+        return said + "".join(f"\nworker {one.rank}, {one.place}:\n{one.stack}" for one in others)
 
     def _name(self, one: Watched) -> str:
         return f"worker {one.rank} of {self._size} (host {self._host}, pid {one.pid})"

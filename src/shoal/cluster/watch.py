@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import selectors
 import signal
 import sys
@@ -67,6 +68,17 @@ class Interrupts:
         numbers = os.read(self.descriptors[0], 64)
         self.received += [signal.Signals(n) for n in numbers if n in STOP_SIGNALS]
 
+    def pause(self, seconds: float) -> None:
+        """Sleep for so long, or until a signal comes."""
+        if select.select([self.descriptors[0]], [], [], seconds)[0]:
+            self.collect()
+
+    def obey(self) -> None:
+        """End this process if a signal has come; nothing runs that would have to be ended first."""
+        if self.received:
+            number = self.received[0]
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Block signals while workers start: none may reach a worker before its handlers are set."""
@@ -91,8 +103,12 @@ class Crew:
         interrupts: Interrupts,
         host: str = "",
         stalls: Stalls | None = None,
+        hurries: bool = False,
     ) -> None:
-        """`folder`: the job's private one. `stalls`: looks whether the workers move; None: nobody does."""
+        """`folder`: the job's private one. `stalls`: looks whether the workers move; None: nobody does.
+
+        `hurries`: the workers may be started again, so nobody waits for what cannot change the first cause.
+        """
         self.ended: Callable[[int], None] = lambda _: None
         """Called when a worker has ended, however it did."""
         self.replace: Callable[[int], bool] = lambda _: False
@@ -103,6 +119,7 @@ class Crew:
         self._size = size
         self._host = host
         self._stalls = stalls
+        self._hurries = hurries
         self._own: list[int] = []
         self._pages: dict[int, ProgressPage] = {}
         self._dispensed: set[int] = set()
@@ -159,13 +176,15 @@ class Crew:
             self._wait(min(left, LOOK_SECONDS) if self._stalls is not None or seconds is not None else None)
             self._look()
         if self._failed:
-            self._wait_for_all(GATHER_SECONDS, 0)
+            # A kill is nobody's consequence, so it stands already.
+            killed = any(ending.code == -signal.SIGKILL for ending in self._endings)
+            self._wait_for_all(0.0 if killed and self._hurries else GATHER_SECONDS, 0)
             self._wait_for_the_dying()
         if self._interrupts.received:
             number = self._interrupts.received[0]
             self.end(number)
             self._say_what_is_saved(number)
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            self._interrupts.obey()
         if self._failed:
             raise report.first_cause(self._endings, self._size)
 
@@ -183,6 +202,18 @@ class Crew:
         self._send(signal.SIGKILL)
         while self._pids:
             self._wait(None)
+
+    def kill(self) -> None:
+        """End the workers that still run, here and now: others will go on from what is kept elsewhere."""
+        self._ending = True
+        self._send(signal.SIGKILL)
+        while self._pids:
+            self._wait(None)
+
+    @property
+    def reached(self) -> int:
+        """The last step that any of the workers has begun."""
+        return max((page.read().step for page in self._pages.values()), default=0)
 
     def close(self) -> None:
         """End the workers and pass on the last of their output."""

@@ -106,6 +106,10 @@ class Loader:
         self.handed = sum(map(len, ids)) if any(counts) else 0
         return Portion(epoch, samples, batches, counts, self.handed, first)
 
+    def samples(self, step: int) -> list[int]:
+        """This worker's own of a step, by number."""
+        return [int(sample) for some in self._picks.of(step)[2] for sample in some]
+
     def cursor(self, step: int) -> Cursor:
         """Where the data stand after `step` steps, whatever has been prepared ahead."""
         return self._picks.cursor(step)

@@ -13,7 +13,8 @@ from shoal.selftest.row import Answer
 from shoal.selftest.strategies import WITHIN, exact_strategies
 from shoal.testing.parity import take_step, toy_parts
 from shoal.testing.toys import TABLE as TOYS
-from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.checkpoint_config import CheckpointConfig
+from shoal.train.state.checkpoints import Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.step_context import StepContext
 from shoal.world.world import World

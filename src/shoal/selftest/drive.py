@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.local import Job, check, run_job
+from shoal.cluster.local import Job, check
+from shoal.cluster.recovery.supervise import run_job
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.selftest.inbox import Inbox, Wanted
 from shoal.selftest.kinds import KINDS, LOST_WORKER, TOGETHER

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from shoal.cluster.local import Job, run_job
+from shoal.cluster.local import Job
+from shoal.cluster.recovery.supervise import run_job
 from shoal.errors import WorkerFailed
 from shoal.selftest.kinds import LOST_WORKER
 from shoal.selftest.row import Row

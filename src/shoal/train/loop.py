@@ -13,6 +13,7 @@ from shoal.config import parse_strategy
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
+from shoal.exchange.contract import StepView
 from shoal.report.state import StateFile
 from shoal.train.calls.call import END_OF_LOOP, LOOP
 from shoal.train.calls.calls import Calls
@@ -20,6 +21,7 @@ from shoal.train.model.shortage import Shortage, note_place
 from shoal.train.own_step.run_own_step import run_own_step
 from shoal.train.state.checkpoints import Checkpoints
 from shoal.train.state.progress import Progress
+from shoal.train.state.start_again import note_suspects, tell_return
 from shoal.train.step import run_step
 from shoal.train.step_context import StepContext
 from shoal.train.technique.journal import Header, Journal
@@ -27,6 +29,7 @@ from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import StopRequest
 from shoal.types import StepReport
+from shoal.world.launch import Again
 from shoal.world.progress_page import Phase, ProgressPage
 
 Decided = tuple[object, object, object]
@@ -58,6 +61,8 @@ class Loop:
     calls: Calls = field(default_factory=Calls)
     state: StateFile | None = None
     """Where this rank says what it is doing; None: nowhere."""
+    again: Again = field(default_factory=Again)
+    """Why the workers were started anew, if they were."""
 
     @cached_property
     def journal(self) -> Journal:
@@ -111,11 +116,10 @@ class Loop:
     def _steps(self, goal: Goal, progress: Progress, stop: StopRequest) -> Iterator[StepReport]:
         context, journal = self.context, self.journal
         work = context.exchange.work
-        take_step = run_step if context.own_step is None else run_own_step
         total = goal.steps
         calls = self.calls
         calls.compare(f"{LOOP}({f'{goal.epochs:g}ep' if total is None else total})")
-        self.checkpoints.hold()
+        self.checkpoints.hold(progress.step)
         schedule = self._take_up_schedule(goal, progress)
         early = progress.early_stop
         if goal.reached(progress.step) or (early is not None and early.stopped):
@@ -133,7 +137,7 @@ class Loop:
                 if schedule is not None:
                     schedule.catch_up(view.step - progress.step)  # steps that others have done meanwhile
                 epoch = context.loader.cursor(view.step).epoch if self.schedule_every == "epoch" else 0
-                report = take_step(context, view)
+                report = self._take(view)
                 # Where each part is a step of its own, others may still be at this one: it is not over yet.
                 ahead = view.step >= progress.step
                 progress.step = max(progress.step, report.number)
@@ -168,6 +172,16 @@ class Loop:
             context.balancing.close()
             journal.close(progress.step)
 
+    def _take(self, view: StepView) -> StepReport:
+        """One step; after a restart also the words that belong to it."""
+        context, again = self.context, self.again
+        if again.times:
+            note_suspects(again, context, view.step)
+        report = run_step(context, view) if context.own_step is None else run_own_step(context, view)
+        if again.times and self.page.is_back():
+            tell_return(again, view.step, self.journal)
+        return report
+
     def _enter_body(self, progress: Progress, step: int, last: bool) -> None:
         """The step is over, and its checkpoint begun if one is due: the user's loop comes next."""
         self._boundary.due = self.context.exchange.work.saves and self.checkpoints.due(step, last)
@@ -183,9 +197,16 @@ class Loop:
         if stop.reached(step):
             self._leave(progress, stop)
         early = progress.early_stop
+        if (early is None or not early.stopped) and self.context.exchange.work.saves:
+            self._snapshot(progress, step)
         if early is not None and early.stopped:
             self.journal.say(f"early stop after step {step}: {early.reason}")
         return early is not None and early.stopped
+
+    def _snapshot(self, progress: Progress, step: int) -> None:
+        """In memory, after the loop's body: whoever goes on from there does not do it again."""
+        if self.checkpoints.snapshot(step, progress):
+            self.journal.flush()  # the log holds every step before it
 
     def _save_decided(self, progress: Progress) -> None:
         """Begin the checkpoint of this step once more if it is due and holds something else than has been decided."""

@@ -35,7 +35,8 @@ from shoal.train.model.shortage import noting, remedies_of_evaluation, remedies_
 from shoal.train.own_step.build import build_own_step
 from shoal.train.run_config import RunConfig, adopt_loader
 from shoal.train.server_setup import meets_at_servers
-from shoal.train.state.checkpoints import BEST, CheckpointConfig, Checkpoints
+from shoal.train.state.checkpoint_config import CheckpointConfig
+from shoal.train.state.checkpoints import BEST, Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_better
 from shoal.train.technique.gradients import OnGradients, check_gradients
@@ -114,8 +115,8 @@ class Run(RunConfig):
         self._calls = Calls.of(self.world, self._context.exchange, page)
         if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
-        self._checkpoints = Checkpoints(self._context, str(self.plan), kept)
-        self._loop = self._make_loop(launch.finishing)
+        self._checkpoints = Checkpoints(self._context, str(self.plan), kept, launch)
+        self._loop = self._make_loop(launch)
         exchange = self._context.exchange
         # Servers must be told of the end, so what talks to them stays; all else may be collected before.
         atexit.register(exchange.close) if exchange.uses_servers else _at_exit(exchange.close)
@@ -146,7 +147,7 @@ class Run(RunConfig):
         self.copies = ""
         self.__dict__ |= {"log": None, "progress": False}
 
-    def _make_loop(self, finishing: str) -> Loop:
+    def _make_loop(self, launch: Launch) -> Loop:
         return Loop(
             self._context,
             self.schedule,
@@ -155,9 +156,10 @@ class Run(RunConfig):
             self._header(),
             self.progress,
             self.schedule_every,
-            finishing,
+            launch.finishing,
             self._calls,
             self._state,
+            launch.again,
         )
 
     @property

@@ -14,6 +14,8 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
     SHOAL_FINISHING    a path                                               what to create if a signal is obeyed later
     SHOAL_PROGRESS     a path                                               the page in which to write how far it is
+    SHOAL_MEMORY       a path                                               where snapshots in memory are kept
+    SHOAL_AGAIN        {"times": 1, "failed": 12.5, "said": "…"}            why the workers were started anew
     SHOAL_DRY_RUN      tensor 2, pipeline 4, check                          what to find out instead of training
 """
 
@@ -26,6 +28,36 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
 from shoal.types import Value
+
+
+@dataclass(frozen=True)
+class Again:
+    """The workers were started anew by `shoal run`, because one of them was lost.
+
+    >>> Again.of('{"times": 1, "failed": 12.5, "said": "worker 2 was killed", "step": 7}').step
+    7
+    """
+
+    times: int = 0
+    """How often until now; 0: this is the first start."""
+    failed: float = 0.0
+    """When it was lost, on the clock that all processes of a host share (CLOCK_MONOTONIC)."""
+    said: str = ""
+    """Who, how and where."""
+    rank: int = -1
+    step: int = 0
+    """The step that was under way when it was lost."""
+
+    @staticmethod
+    def of(text: str) -> Again:
+        """From the launcher's own words; ConfigError for anybody else's."""
+        try:
+            found = json.loads(text) if text else {}
+            again = Again(**found)
+            numbers = (int(again.times), float(again.failed), int(again.rank), int(again.step))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError(f"SHOAL_AGAIN={text[:80]!r} is not what `shoal run` says; unset it.") from error
+        return Again(numbers[0], numbers[1], str(again.said), numbers[2], numbers[3])
 
 
 @dataclass(frozen=True)
@@ -55,6 +87,10 @@ class Launch:
     """The page by which our launcher sees how far this worker is (see progress_page.py); empty: nobody looks."""
     attempt: int = 0
     """How often torchrun has started the workers of this job anew."""
+    memory: str = ""
+    """The folder in the memory of this host for snapshots that outlive the workers; empty: take none."""
+    again: Again = field(default_factory=Again)
+    """Why the workers were started anew, if they were."""
     dry_run: str = ""
     """What to find out about the model instead of training it; empty means: train."""
 
@@ -94,5 +130,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         finishing=env.get("SHOAL_FINISHING", ""),
         progress=env.get("SHOAL_PROGRESS", ""),
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        memory=env.get("SHOAL_MEMORY", ""),
+        again=Again.of(env.get("SHOAL_AGAIN", "")),
         dry_run=env.get("SHOAL_DRY_RUN", ""),
     )

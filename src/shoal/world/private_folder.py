@@ -31,14 +31,14 @@ class PrivateFolder:
 
 
 @contextmanager
-def private_folder(prefix: str = "shoal-") -> Iterator[PrivateFolder]:
-    """A new folder for as long as the block, or this process, lasts.
+def private_folder(prefix: str = "shoal-", within: str | None = None) -> Iterator[PrivateFolder]:
+    """A new folder for as long as the block, or this process, lasts. `within`: None is the usual place.
 
     >>> with private_folder() as folder:
     ...     os.listdir(folder.path)
     []
     """
-    path = tempfile.mkdtemp(prefix=prefix)
+    path = tempfile.mkdtemp(prefix=prefix, dir=within)
     reads, writes = os.pipe2(os.O_CLOEXEC)
     try:
         remover = _start_remover(path, reads)

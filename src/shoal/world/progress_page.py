@@ -20,6 +20,7 @@ _SINCE = 1
 _STEP = 2
 _DONE = 3
 _SAVED = 4
+_BACK = 5
 _LONGEST = 8
 """The longest time in each phase so far, as far as it was long at all."""
 _HISTOGRAM = 32
@@ -29,6 +30,7 @@ _MIDDLE = _BUCKETS // 2
 _FOLDER = 2048
 _CALL = 3072
 _LOG = 4096
+_SAMPLES = 5120
 _TEXT = 1000
 _LONG_SECONDS = 10.0
 
@@ -87,6 +89,8 @@ class Place:
     log: str = ""
     """Where the run keeps its event logs; empty if it keeps none."""
     call: str = ""
+    samples: str = ""
+    """Those of the step that was under way when a worker was lost before; empty at any other."""
     usual: float = 0.0
     """99 of 100 steps took no longer than this many seconds; 0 if no step but the first is done."""
     longest: float = 0.0
@@ -175,6 +179,16 @@ class ProgressPage:
         """A checkpoint of this step is on disk, or the run goes on from one."""
         self._slots[_SAVED] = max(self._slots[_SAVED], step)
 
+    def is_back(self) -> bool:
+        """A step is done after the workers were started anew; whether it is the first."""
+        first = not self._slots[_BACK]
+        self._slots[_BACK] = monotonic()
+        return first
+
+    def suspects(self, samples: str) -> None:
+        """This worker was lost in such a step before: what it has of it."""
+        self._write(_SAMPLES, samples)
+
     def calls(self, what: str) -> None:
         """The worker makes a call of its run that is no step."""
         self._write(_CALL, what)
@@ -193,6 +207,7 @@ class ProgressPage:
             folder=self._text(_FOLDER),
             log=self._text(_LOG),
             call=self._text(_CALL),
+            samples=self._text(_SAMPLES),
             usual=self._usual(),
             longest=slots[_LONGEST + phase],
         )

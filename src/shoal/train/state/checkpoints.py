@@ -9,73 +9,49 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from shoal.checkpoint.copies.background import Copier
 from shoal.checkpoint.copies.find_newest import CheckpointPlace, LocalFolder, find_whole
-from shoal.checkpoint.copies.keep import Keep, Retention
+from shoal.checkpoint.copies.keep import Retention
 from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.copies.remote import Remote, RemotePlace
-from shoal.checkpoint.folder import LATEST, abandon, check_name, clean, holds_any, latest, open_folder
+from shoal.checkpoint.folder import (
+    LATEST,
+    CheckpointEntry,
+    abandon,
+    check_name,
+    clean,
+    holds_any,
+    latest,
+    open_folder,
+)
 from shoal.checkpoint.load import Reader
 from shoal.checkpoint.lock import FolderLock, FolderTaken
 from shoal.checkpoint.room import cannot_write, check_room, check_writable
-from shoal.checkpoint.save import FAILURES, Facts, Saver
+from shoal.checkpoint.save import Facts, Saver, State
 from shoal.errors import ConfigError
+from shoal.train.state.checkpoint_config import PEER, CheckpointConfig
 from shoal.train.state.progress import Progress
 from shoal.train.state.run_state import Holdings, check_types, collect, collect_rows, expected_bytes, holders
+from shoal.train.state.snapshots import Snapshots
 from shoal.train.state.take_over import sorted_by, take_over
 from shoal.train.step_context import StepContext
 from shoal.train.technique.early_stop import Best
 from shoal.train.technique.learning_rate import rates
+from shoal.world.launch import Launch
 
-PEER = "peer"
+ALONE = Launch()
 BEST = "best"
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """What the user asks for."""
-
-    root: Path | None = None
-    every: int | None = None
-    """Steps between checkpoints."""
-    keep: Keep = Keep()  # noqa: RUF009 it is frozen
-    copies: tuple[str, ...] = ()
-    """Where second copies go: "peer", or URLs."""
-    failures: int = FAILURES
-    """So many saves in a row that fail end the run."""
-
-    @staticmethod
-    def of(
-        root: str | None, every: int | None, keep: int | str | None, copies: str, failures: int = FAILURES
-    ) -> CheckpointConfig:
-        """From the fields of a Run; refuses what cannot work."""
-        if every is not None and every < 1:
-            raise ConfigError(f"checkpoint_every={every}; it must be at least 1.")
-        if failures < 1:
-            raise ConfigError(f"checkpoint_failures={failures}; it must be at least 1.")
-        listed = tuple(copy.strip() for copy in copies.split(",") if copy.strip())
-        for what, given in ((f"checkpoint_every={every}", every), (f"copies={copies!r}", listed)):
-            if given and root is None:
-                raise ConfigError(f"{what} needs a folder: give checkpoint=.")
-        for copy in listed:
-            if copy != PEER and "://" not in copy:
-                raise ConfigError(f"copies: '{copy}' is neither 'peer' nor a URL such as s3://bucket/run.")
-        return CheckpointConfig(
-            Path(root).expanduser().absolute() if root is not None else None,
-            every,
-            Keep.of(keep),
-            listed,
-            failures,
-        )
 
 
 class Checkpoints:
     """The checkpoints of one run. Every rank has this and calls it alike."""
 
-    def __init__(self, context: StepContext, plan: str, config: CheckpointConfig) -> None:
+    def __init__(
+        self, context: StepContext, plan: str, config: CheckpointConfig, launch: Launch = ALONE
+    ) -> None:
         self._context = context
         self._plan = plan
         self._config = config
@@ -94,6 +70,8 @@ class Checkpoints:
         self._retention = Retention(config.keep)
         self._steps: dict[str, int] = {}
         """By name, after how many steps a checkpoint was begun."""
+        self._snapshots = Snapshots(context, launch.memory)
+        self._again = launch.again
         root = config.root
         if root is None:
             return
@@ -162,9 +140,21 @@ class Checkpoints:
         if self._saver is not None:
             self._context.watch.check(f"at checkpoint {name}")
             self._begun = (name, progress.step)
-            state = collect(self._context.whole, self._holdings)
-            facts = self._facts(name, progress, str(self._config.keep))
+            state, facts = self._collect(name, progress, str(self._config.keep))
+            self._steps[name] = progress.step
             self._saver.save(state, facts, pieces=collect_rows(self._context.whole))
+
+    def snapshot(self, step: int, progress: Progress) -> bool:
+        """The user's loop has come back after a step: keep it in memory if it is time. Every rank calls it."""
+
+        def save(saver: Saver) -> None:
+            state, facts = self._collect(f"step-{step}", replace(progress, step=step), "")
+            saver.save(state, facts, pieces=collect_rows(self._context.whole))
+
+        return self._snapshots.after(step, save)
+
+    def _collect(self, name: str, progress: Progress, keep: str) -> tuple[State, Facts]:
+        return collect(self._context.whole, self._holdings), self._facts(name, progress, keep)
 
     def save(self, name: str, progress: Progress, root: Path | None = None, automatic: bool = False) -> None:
         """Save, and return when it is on disk. Every rank calls it. An automatic one goes when its time comes."""
@@ -194,8 +184,8 @@ class Checkpoints:
 
         try:
             self._together(prepare)
-            state = collect(self._context.whole, self._holdings)
-            facts = self._facts(name, progress, str(self._config.keep) if automatic else "")
+            state, facts = self._collect(name, progress, str(self._config.keep) if automatic else "")
+            self._steps[name] = progress.step
             saver.save(state, facts, urgent=True, pieces=collect_rows(self._context.whole))
             self._together(wait)
         finally:
@@ -249,8 +239,9 @@ class Checkpoints:
         if self._peers is not None and self._config.every is not None:
             self._peers.close()
 
-    def hold(self) -> None:
+    def hold(self, step: int) -> None:
         """A loop begins: have the folder until it ends, or refuse on every rank. Every rank calls it."""
+        self._snapshots.begin(step)
         if self._saver is None:
             return
         self._together(self._take_as_it_was)
@@ -298,30 +289,47 @@ class Checkpoints:
     def resume(self) -> Progress:
         """Go on from the newest whole checkpoint, if there is one. Every rank calls it."""
         root, world = self._config.root, self._context.savers
-        if root is None:
+        places = self._places()
+        if not places:
             return Progress()
-        places: list[CheckpointPlace] = [LocalFolder(world, root)]
-        if self._peers is not None:
-            places.append(self._peers)
-        places += [RemotePlace(world, remote, root) for remote in self._remotes]
         self._together(self._take)
         try:
-            found = find_whole(world, places)
-            self._together(
-                lambda: self._prepare(root, found.manifest.nbytes if found and found.manifest else 0)
-            )
+            found = self._find(places)
+            if root is not None:
+                size = found.manifest.nbytes if found and found.manifest else 0
+                self._together(lambda: self._prepare(root, size))
             if found is None:
                 return Progress()
             reader = Reader.of(found)
             try:
                 progress = self.take_over(reader)
-                self._leave_behind(root, reader)
+                if root is not None:
+                    self._leave_behind(root, reader)
                 return progress
             finally:
                 reader.close()
                 world.barrier()
         finally:
             self._release()
+
+    def _places(self) -> list[CheckpointPlace]:
+        root, world = self._config.root, self._context.savers
+        places: list[CheckpointPlace] = [] if root is None else [LocalFolder(world, root)]
+        if self._peers is not None:
+            places.append(self._peers)
+        if root is not None:
+            places += [RemotePlace(world, remote, root) for remote in self._remotes]
+        return places + (self._snapshots.places() if self._again.times else [])
+
+    def _find(self, places: list[CheckpointPlace]) -> CheckpointEntry | None:
+        try:
+            return find_whole(self._context.savers, places)
+        except ConfigError as error:
+            if self._config.root is not None:
+                raise
+            if self._context.savers.rank == 0:  # in memory alone: the beginning is as good
+                self._say(f"no snapshot in memory is whole ({error}) The run begins anew")
+            return None
 
     def _prepare(self, root: Path, before: int) -> None:
         """Clear what crashes have left, and see whether checkpoints can be written; one had so many bytes before."""
@@ -347,12 +355,12 @@ class Checkpoints:
 
     def take_over(self, reader: Reader) -> Progress:
         """Go on from this checkpoint, whose bytes have been checked. Every rank calls it."""
-        self._context.meter.page.saved(reader.manifest.step)
+        if not self._snapshots.holds(reader.folder):
+            self._context.meter.page.saved(reader.manifest.step)
         return take_over(self._context, reader)
 
     def _facts(self, name: str, progress: Progress, keep: str) -> Facts:
         context = self._context
-        self._steps[name] = progress.step
         orders: list[list[str]] = context.mesh.model.gather_values(list(context.exchange.order))
         state: dict[str, object] = {
             "optimizer": context.exchange.optimizer_kind,

@@ -77,6 +77,16 @@ class Journal:
         if self._events is not None and self._first:
             self._events.note("shares", facts)
 
+    def note(self, event: str, facts: Mapping[str, object]) -> None:
+        """Something that happened to the job, for the first rank's log."""
+        if self._events is not None and self._first:
+            self._events.note(event, facts)
+
+    def flush(self) -> None:
+        """Write down what waits."""
+        if self._events is not None:
+            self._events.flush()
+
     def servers(self, ask: Callable[[], dict[str, object]], last: bool = False) -> None:
         """Every few seconds, write down how the servers are doing; the last time, say it too."""
         if self._events is not None and self._first:

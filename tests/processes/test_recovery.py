@@ -1,0 +1,143 @@
+"""Workers that are lost while they train: the run goes on, and its end has the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from commands import Done, environment, finish, losses, write
+from warm import Command
+
+from shoal.cluster import stalls
+from shoal.train.state import pace
+
+TRAIN = """
+import hashlib, pathlib, signal, sys, time
+
+def lose(rank, step, how, times, where):
+    "Be lost so many times, here and now."
+    seen = pathlib.Path(f"lost-{rank}-{step}")
+    if run.world.rank != int(rank) or now != int(step) or where != "forward" * (how != "body"):
+        return
+    before = len(seen.read_text()) if seen.exists() else 0
+    if before == int(times):
+        return
+    seen.write_text("x" * (before + 1))
+    if how == "error":
+        raise ConnectionResetError("the cable is out")
+    os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    time.sleep(60)
+
+def losing(output, batch):
+    for word in sys.argv[1:]:
+        lose(*word.split(":"), "forward")
+    return loss(output, batch)
+
+now, places = 1, []
+run = shoal.Run(**settings | dict(loss=losing))
+for step in run.steps(40):
+    places.append(step.number)
+    for word in sys.argv[1:]:
+        now = step.number
+        lose(*word.split(":"), "")
+    now = step.number + 1
+state = run.state_dict()
+if rank == 0:
+    text = b"".join(value.numpy().tobytes() for value in state.values())
+    print(hashlib.sha256(text).hexdigest(), os.environ["SHOAL_MEMORY"])
+"""
+SOON = ("ddp", "zero3", "shared")
+EXACT = (*SOON, "zero1", "zero2")
+
+
+def sooner() -> None:
+    """In the forked command: snapshots every few of these tiny steps, and a hang is found after a second."""
+    pace.SHARE = 3.0
+    stalls.TELL_SECONDS = 0.5
+    stalls.LOOK_SECONDS = 0.25
+
+
+def train(folder: Path, strategy: str, *words: str, workers: int = 2, options: tuple[str, ...] = ()) -> Done:
+    command = ("-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy, *options)
+    script = write(folder, TRAIN)
+    return finish(Command(folder, environment(folder), (*command, script, *words), enter=sooner))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[float | None]]]:
+    """What two workers end with when nothing happens, by strategy: all with buckets give the same bits."""
+
+    @cache
+    def run(strategy: str) -> tuple[str, list[float | None]]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        done = train(folder, strategy)
+        assert (done.code, done.err) == (0, "")
+        return done.out.split()[0], losses(folder)
+
+    return lambda strategy: run("zero3" if strategy == "zero3" else "ddp")
+
+
+def came_back(done: Done) -> list[int]:
+    """From which steps."""
+    assert done.code == 0, done.err
+    result, memory = done.out.split()
+    assert not os.path.exists(memory), "snapshots are left in memory"
+    assert len(result) == 64
+    found = re.findall(r"shoal: going on from (the beginning|step \d+), [\d.]+ s after the loss\.", done.err)
+    return [0 if place == "the beginning" else int(place.split()[1]) for place in found]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [s if s in SOON else pytest.param(s, marks=pytest.mark.all_only) for s in EXACT],
+)
+def test_a_lost_worker_changes_no_bit(
+    tmp_path: Path, strategy: str, undisturbed: Callable[[str], tuple[str, list[float | None]]]
+) -> None:
+    draws = random.Random(strategy)
+    first, second = sorted(draws.sample(range(12, 40), 2))
+    how = {"ddp": "stop", "zero3": "error"}.get(strategy, "body")
+    words = (f"{draws.randrange(2)}:{first}:{how}:1", f"{draws.randrange(2)}:{second}:kill:1")
+    done = train(tmp_path, strategy, *words, options=("--hang-limit", "1"))
+    back = came_back(done)
+    assert len(back) == 2, done.err
+    assert 0 < back[0] < first, done.err
+    assert back[0] <= back[1] < second, done.err
+    state, each = undisturbed(strategy)
+    assert done.out.split()[0] == state, "the state at the end"
+    assert losses(tmp_path) == each, "each step once, with the loss it had"
+
+
+@pytest.mark.all_only
+@pytest.mark.parametrize("strategy", ["ddp * tp2", "ddp * pp2", "local(4)", "zero3 * tp2", "zero1 + int8"])
+def test_the_same_for_four_workers(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = train(tmp_path / "plain", strategy, workers=4)
+    draws = random.Random(strategy)
+    words = [f"{draws.randrange(4)}:{step}:kill:1" for step in sorted(draws.sample(range(5, 40), 3))]
+    done = train(tmp_path, strategy, *words, workers=4)
+    assert len(came_back(done)) == 3
+    assert (done.out.split()[0], losses(tmp_path)) == (plain.out.split()[0], losses(tmp_path / "plain"))
+
+
+def test_what_kills_twice_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    done = train(tmp_path, "ddp", "1:21:kill:9")
+    assert done.code == 137
+    *_, last, why = done.err.strip().splitlines()
+    assert re.match(
+        r"shoal: worker 1 of 2 \(.*\) was killed by SIGKILL in step 21, forward and backward", last
+    )
+    assert re.fullmatch(
+        r"shoal: It was lost there twice, by SIGKILL\. Its samples in that step: [\d, ]+\.", why
+    )
+
+
+def test_without_retries_the_first_loss_ends_the_run(tmp_path: Path) -> None:
+    done = train(tmp_path, "ddp", "1:21:kill:1", options=("--retries", "0"))
+    assert done.code == 137
+    assert "start again" not in done.err
