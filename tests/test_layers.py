@@ -35,7 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""
 
 INNER_LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "world": (("*",), ("shm",), ("two_level",), ("world",), ("mesh",)),
+    "world": (("*",), ("shm",), ("network",), ("two_level",), ("world",), ("mesh",)),
     "tensor": (("*",), ("search",), ("__init__",)),
     "server": (
         ("protocol",),

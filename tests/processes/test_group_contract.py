@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import DistBackendError, PrefixStore, ReduceOp
 
 from shoal.testing.spawn import spawn
-from shoal.world.gloo import GatheredParts, ScatteredSum, gloo_group
 from shoal.world.shm.backend import SharedMemoryGroup
+from shoal.world.two_level.hierarchical import BORDER
 from shoal.world.world import World
 
 Call = Callable[[SharedMemoryGroup, int], Any]
@@ -128,28 +128,92 @@ def test_what_one_rank_refuses_the_others_hear_of() -> None:
     assert "4 torch.float64 for parts of 2 torch.float32" in said[1][0]
 
 
-def _between_hosts(world: World) -> list[str]:
-    assert world.store is not None
+def _sum_of(count: int, dtype: torch.dtype = torch.float32) -> Callable[[World], Any]:
+    return lambda world: world.all_reduce(torch.ones(count, dtype=dtype)).wait()
+
+
+def _spread(count: int, root: int = 0) -> Callable[[World], Any]:
+    return lambda world: world.broadcast(torch.full((count,), float(world.rank)), root).wait()
+
+
+def _gathered(count: int, dtype: torch.dtype = torch.float32) -> Callable[[World], Any]:
+    def call(world: World) -> None:
+        out = torch.zeros(count * world.size, dtype=dtype)
+        try:
+            world.all_gather(out, torch.full((count,), 1.0 + world.rank, dtype=dtype)).wait()
+        finally:
+            for rank, part in enumerate(out.chunk(world.size)):
+                assert bool(((part == 0) | (part == 1 + rank)).all())  # never what lies in other bytes
+
+    return call
+
+
+def _scattered(count: int) -> Callable[[World], Any]:
+    return lambda world: world.reduce_scatter(torch.zeros(count), torch.ones(count * world.size)).wait()
+
+
+def _exchanged(count: int) -> Callable[[World], Any]:
+    return lambda world: world.all_to_all(
+        torch.zeros(count * world.size), torch.ones(count * world.size)
+    ).wait()
+
+
+LARGE = 60_000
+BETWEEN_HOSTS = [
+    (_sum_of(10), _sum_of(5, torch.float64), "all_reduce (SUM) of 10 float32", "of 5 float64"),
+    (_sum_of(10), _sum_of(LARGE), "of 10 float32", f"of {LARGE} float32"),
+    (
+        _sum_of(LARGE),
+        _sum_of(LARGE // 2),
+        f"of {LARGE} float32",
+        f"of {LARGE // 2} float32",
+    ),  # gloo's would abort
+    (_sum_of(LARGE), _sum_of(LARGE // 2, torch.float64), f"of {LARGE} float32", f"of {LARGE // 2} float64"),
+    (_spread(10), _sum_of(10), "broadcast from rank 0 of 10 float32", "all_reduce (SUM) of 10 float32"),
+    (_spread(LARGE), _spread(LARGE, 2), "broadcast from rank 0", "broadcast from rank 2"),
+    (_gathered(10), _gathered(5, torch.float64), "all_gather of 10 float32", "all_gather of 5 float64"),
+    (_gathered(LARGE), _gathered(LARGE // 2, torch.float64), f"all_gather of {LARGE} float32", "float64"),
+    (_scattered(LARGE), _scattered(10), f"reduce_scatter (SUM) of {LARGE} float32", "of 10 float32"),
+    (_exchanged(LARGE), _scattered(LARGE), "all_to_all of", f"reduce_scatter (SUM) of {LARGE} float32"),
+    (lambda world: world.barrier(), _sum_of(10), "all_reduce (SUM) of 1 float32", "of 10 float32"),
+]
+
+
+def _over_gloo(world: World) -> list[str]:
     said = []
-    for name in ("sum", "gather"):
-        group = gloo_group(PrefixStore(name, world.store), world.rank, world.size, timedelta(seconds=1))
-        dtype = torch.float64 if world.rank else torch.float32  # as many bytes: gloo itself would not notice
-        count = 2 * (1 if world.rank else 2)
-        whole, part = torch.zeros(count, dtype=dtype), torch.zeros(count // 2, dtype=dtype)
-        trade = (
-            ScatteredSum(group, part, whole, world.rank, 2)
-            if name == "sum"
-            else GatheredParts(group, whole.chunk(2), part, world.rank)
-        )
-        with pytest.raises(RuntimeError) as caught:
-            trade.wait()
+    for usual, other, _, _ in BETWEEN_HOSTS:
+        part = world.wire()
+        with pytest.raises(DistBackendError) as caught:
+            (other if world.rank == 2 else usual)(part)
         said.append(str(caught.value))
+        # Nothing has been lost on the way: what all call alike is done.
+        assert part.gather_values(world.rank) == [0, 1, 2]
     return said
 
 
-def test_between_hosts_other_numbers_never_meet() -> None:
-    for said in spawn(_between_hosts, 2):
-        assert all("Timed out" in text or "closed" in text for text in said), said
+def test_over_gloo_too_ranks_that_call_other_things_are_told_what() -> None:
+    said = spawn(_over_gloo, 3, backend="gloo", timeout=60)
+    assert said[0] == said[1] == said[2]
+    for (_, _, first, second), sentence in zip(BETWEEN_HOSTS, said[0], strict=True):
+        assert first in sentence
+        assert second in sentence
+        assert "No tensor holds anything of another call" in sentence
+
+
+def _on_two_levels(world: World, culprit: int, call: int) -> str:
+    count = BORDER  # elements: well above it
+    calls = [_sum_of(count), _sum_of(2 * count), _gathered(count), _scattered(count), _spread(count, 1)]
+    with pytest.raises(DistBackendError) as caught:
+        calls[(call + 1) % len(calls) if world.rank == culprit else call](world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("culprit", "call"), [(3, 0), (0, 2), (1, 3), (2, 4)])
+def test_on_two_levels_every_rank_is_told(culprit: int, call: int) -> None:
+    begun = time.monotonic()
+    said = spawn(_on_two_levels, 4, culprit, call, hosts=["a", "a", "b", "b"], timeout=60)
+    assert all("have called different collectives" in text for text in said)
+    assert time.monotonic() - begun < 30
 
 
 def _callbacks(world: World) -> list[list[float]]:

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 
 from shoal.errors import PeerLost
 from shoal.testing.spawn import warm
-from shoal.world.gloo import ScatteredSum
+from shoal.world.network.compared import Network
 from shoal.world.shm.backend import SharedMemoryGroup, register_backend
 from shoal.world.shm.memory import SharedMemoryUnavailable, SharedRegion
 
@@ -443,7 +443,7 @@ def _two_hosts(rank: int, size: int, meeting: str) -> str:
     group = _init(rank, size, meeting)
     for count in (5, 70_001):
         out, whole = torch.empty(count), _input(rank, count * size, torch.float32)
-        ScatteredSum(group, out, whole, rank, size).wait()
+        Network(group, rank, size).reduce_scatter(out, whole).wait()
         expected = _folded(size, count * size, torch.float32, ReduceOp.SUM)[rank * count : (rank + 1) * count]
         _same(f"reduce-scatter over gloo of {count}", out, expected)
     pair = dist.new_group([0, 2], backend="shoal")

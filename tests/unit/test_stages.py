@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.world.network.stage_threads import Stages
 from shoal.world.two_level.groups import Seating
 from shoal.world.two_level.hierarchical import equal_hosts
-from shoal.world.two_level.stage_threads import Stages
 
 
 @settings(max_examples=25, deadline=None)

@@ -6,6 +6,7 @@ world.py       `World`: rank, size, hosts, and the collectives that everything a
 buckets.py     where parameters and gradients lie in a few flat vectors
 mesh.py        this worker's place on the data, stage and tensor axes
 shm/           the c10d backend "shoal": collectives through memory that the workers of one host share
+network/       the collectives of a `World` over gloo, compared before a number is used
 gloo.py        groups that span hosts, and messages between two ranks
 two_level/     collectives on two levels, within hosts and between; hosts.py says who is on which
 devices.py     where a worker computes; traffic.py counts what it sends

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as PairTimeout
@@ -31,92 +30,6 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     Gloo is wrapped as torch does it: the wrapper's methods run without the interpreter lock.
     """
     return wrap_gloo(store, rank, size, gloo_backend(store, rank, size, timeout))
-
-
-_SUM = 1
-_GATHER = 2
-_TRADE = 3
-"""Kinds: of each, the messages of a pair arrive in the order in which they were sent."""
-_KINDS = 4
-
-
-def _tag(kind: int, part: Tensor) -> int:
-    """What is sent, in the number that gloo matches messages by: at no cost, other messages than expected never meet.
-
-    A rank that sends other numbers than its peer expects does so in vain, and both say after their timeout that they
-    waited for each other; nobody adds or stores what it was not meant to.
-    """
-    said = f"{part.dtype} {part.numel()}".encode()
-    return kind + _KINDS * (zlib.crc32(said) >> 4)
-
-
-def trade(
-    group: ProcessGroup, rank: int, gets: Sequence[Tensor], gives: Sequence[Tensor], kind: int
-) -> list[Work]:
-    """Every rank gives one tensor to each other, and gets one; all are of one size.
-
-    Receiving comes first. A receiver tells gloo's sender that it is ready on the same connection, behind all that is
-    being sent there; told later, the two directions take turns, and everything takes twice as long. Gloo's own
-    all-to-all, all-gather and broadcasts do that as chance will have it.
-    """
-    size = len(gets)
-    tag = _tag(kind, gives[rank])
-    others = [(rank + step) % size for step in range(1, size)]  # not all to the same one at once
-    got = [group.recv([gets[other]], other, tag) for other in reversed(others)]
-    return got + [group.send([gives[other]], other, tag) for other in others]
-
-
-class Traded:
-    """An all-to-all: slice r of `whole` goes to rank r."""
-
-    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
-        gets = out.chunk(size)
-        self._gives = whole.chunk(size)
-        gets[rank].copy_(self._gives[rank])
-        self._works = trade(group, rank, gets, self._gives, _TRADE) if out.numel() else []
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class ScatteredSum:
-    """A reduce-scatter by all-to-all and a sum in rank order: gloo's own sends twice the bytes, and its order of
-    summing depends on where an element lies.
-    """
-
-    def __init__(self, group: ProcessGroup, out: Tensor, whole: Tensor, rank: int, size: int) -> None:
-        self._out = out
-        self._whole = whole  # must live until it is sent
-        gives = whole.chunk(size)
-        self._parts = torch.empty_like(whole).chunk(size)
-        self._parts[rank].copy_(gives[rank])  # where it lies may be where the sum is to be
-        self._works = trade(group, rank, self._parts, gives, _SUM)
-
-    def wait(self) -> None:
-        if not self._parts:
-            return  # done before
-        for work in self._works:
-            work.wait()
-        # ((r0 + r1) + r2) + …: the order that shared memory uses, so both ways give the same bits.
-        torch.add(self._parts[0], self._parts[1], out=self._out)
-        for part in self._parts[2:]:
-            self._out.add_(part)
-        self._parts = ()
-        self._whole = self._out  # what was received and sent can go
-
-
-class GatheredParts:
-    """An all-gather, straight into place: gloo's own copies everything twice."""
-
-    def __init__(self, group: ProcessGroup, places: Sequence[Tensor], part: Tensor, rank: int) -> None:
-        if places[rank].data_ptr() != part.data_ptr():
-            places[rank].copy_(part)
-        self._works = trade(group, rank, places, [places[rank]] * len(places), _GATHER)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def from_rank(source: int) -> c10d.BroadcastOptions:

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.torch_private import all_gather, c10d, default_store, reduce_scatter
 from shoal.world.devices import choose_device, small_backend, whole_backend
-from shoal.world.gloo import GatheredParts, ScatteredSum, Traded, from_rank
+from shoal.world.gloo import from_rank
 from shoal.world.launch import Launch
+from shoal.world.network.compared import Network
 from shoal.world.rendezvous import bind_gloo, in_attempt, open_store
 from shoal.world.shm.backend import NAME, SharedMemoryGroup, register_backend
 from shoal.world.shm.memory import host_key
@@ -198,6 +199,8 @@ class World:
             hierarchical := self._way(tensor, ring_bytes(tensor.numel() * tensor.itemsize, self.size))
         ) is not None:
             return hierarchical.all_reduce(tensor)
+        if (network := self._network) is not None:
+            return network.all_reduce(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
@@ -208,8 +211,8 @@ class World:
             return DONE
         if (hierarchical := self._way(tensor, self.share_of(tensor))) is not None:
             return hierarchical.reduce_scatter(out, tensor)
-        if self._on_gloo:
-            return ScatteredSum(self._group, out, tensor, self.rank, self.size)
+        if (network := self._network) is not None:
+            return network.reduce_scatter(out, tensor)
         return reduce_scatter(self._group, out, tensor)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
@@ -220,8 +223,8 @@ class World:
             return DONE
         if (hierarchical := self._way(out, self.share_of(out))) is not None:
             return hierarchical.all_gather(out, part)
-        if self._on_gloo:
-            return GatheredParts(self._group, out.chunk(self.size), part, self.rank)
+        if (network := self._network) is not None:
+            return network.all_gather(out.chunk(self.size) if out.numel() else [out] * self.size, part)
         return all_gather(self._group, out, part)
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
@@ -230,8 +233,8 @@ class World:
             out.copy_(tensor)
             return DONE
         self.traffic.count(self.share_of(tensor), self._elsewhere)
-        if self._on_gloo:
-            return Traded(self._group, out, tensor, self.rank, self.size)
+        if (network := self._network) is not None:
+            return network.all_to_all(out, tensor)
         return self._group.alltoall_base(out, tensor, [], [], c10d.AllToAllOptions())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
@@ -240,6 +243,8 @@ class World:
             return DONE
         if (hierarchical := self._way(tensor, tensor.nbytes if self.rank == source else 0)) is not None:
             return hierarchical.broadcast(tensor, source)
+        if (network := self._network) is not None:
+            return network.broadcast(tensor, source)
         return self._group.broadcast([tensor], from_rank(source))
 
     def send(self, tensor: torch.Tensor, to: int) -> Handle:
@@ -301,9 +306,12 @@ class World:
         )
         return hierarchical
 
-    @property
-    def _on_gloo(self) -> bool:
-        return self.device.type == "cpu" and not isinstance(self.group, SharedMemoryGroup)
+    @cached_property
+    def _network(self) -> Network | None:
+        """What compares calls, where the group is gloo and does not do so itself."""
+        if self.device.type != "cpu" or isinstance(self.group, SharedMemoryGroup):
+            return None
+        return self.routes.network(self._group, self.store, self.members, self.rank)
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -309,6 +309,12 @@ class SharedMemoryGroup(LocalGroup):
         batch.add(self._ops.barrier(), 0)
         return self._submit("barrier", batch, word_of(_BARRIER, []), [], opts, timeout=opts.timeout)
 
+    def compare(self, call: int) -> Work:
+        """A barrier of those who have come to this call, which has a word; a mismatch for all if others came too."""
+        batch = Batch()
+        batch.add(self._ops.barrier(), 0)
+        return self._submit("compare", batch, call, [], _ISSUED)
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called this; else rank 0 names the first that has not, or all of them."""
         seconds = self._driver.timeout if timeout is None else timeout.total_seconds()

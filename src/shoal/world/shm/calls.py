@@ -1,4 +1,6 @@
-"""What a rank says about its call, beside its counter: one word, which the ranks compare before they touch data.
+"""What a rank says about its call: one word, which the ranks compare before they touch data.
+
+In shared memory it stands beside the counter of a rank; between hosts it is the first message (`network/compared.py`).
 
 A collective that is not the same call on all ranks would otherwise add numbers to other numbers. The word holds the
 operation, the type and number of elements, how they are reduced, the root, and two bits of how many collectives there
@@ -41,7 +43,16 @@ _KINDS = (
     "barrier",
     "monitored_barrier",
     "a call that it refused",
+    "what its own host did not agree on",
 )
+_BARE = {
+    "nothing",
+    "barrier",
+    "monitored_barrier",
+    "a call that it refused",
+    "what its own host did not agree on",
+}
+"""Kinds of which the word says nothing more."""
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 _OPS = (
     ReduceOp.SUM,
@@ -107,7 +118,7 @@ def read(word: int) -> str:
     'all_reduce (MAX) of several tensors, the first of float32'
     """
     kind = _KINDS[word >> _KIND & 31]
-    if kind in ("nothing", "barrier", "monitored_barrier", "a call that it refused"):
+    if kind in _BARE:
         return kind
     text = kind
     if "reduce" in kind and kind != "reduce_parts":
@@ -123,7 +134,7 @@ def read(word: int) -> str:
     return f"{text} of {word % _SEVERAL} {dtype}"
 
 
-def mismatch(words: Sequence[int]) -> CollectiveMismatch:
+def mismatch(words: Sequence[int], harm: str = "No tensor was changed") -> CollectiveMismatch:
     """The sentence about the words of all ranks, which are not all the same: the same on every rank."""
     other = next(rank for rank, word in enumerate(words) if word != words[0])
     first, second = read(words[0]), read(words[other])
@@ -132,5 +143,5 @@ def mismatch(words: Sequence[int]) -> CollectiveMismatch:
         second += ", after another number of collectives" if skipped else ", of other sizes"
     return CollectiveMismatch(
         f"the ranks of a group have called different collectives: rank 0 called {first}, and rank {other} called "
-        f"{second}. No tensor was changed. Call the same one, with tensors of the same type and size, on every rank."
+        f"{second}. {harm}. Call the same one, with tensors of the same type and size, on every rank."
     )

@@ -5,24 +5,28 @@
     gather_across  between those with the same place: everybody's part
     gather_here    within the host: what each has got from the others
 
-Each part blocks, and each has a group of its own, so that one collective may be in its third part while the next is
-in its first. Where a host has no shared memory to give, all workers count as hosts of one worker.
+A collective that begins with a gathering or a broadcast is compared first, in the groups of the sums: so whatever
+ranks have called, they meet in the same groups. Each part blocks, and each has a group of its own, so that one
+collective may be in its third part while the next is in its first. Where a host has no shared memory to give, all
+workers count as hosts of one worker.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shoal.torch_private import PrefixStore, Store, c10d
-from shoal.world.gloo import GatheredParts, ScatteredSum, from_rank, gloo_group
+from shoal.world.gloo import from_rank, gloo_group
+from shoal.world.network.compared import Network
 from shoal.world.shm.backend import SharedMemoryGroup
+from shoal.world.shm.calls import CollectiveMismatch
 from shoal.world.shm.flags import supported
 from shoal.world.shm.memory import SharedMemoryUnavailable
 
@@ -85,11 +89,22 @@ class HierarchicalGroups:
         self,
         seating: Seating,
         here: tuple[SharedMemoryGroup, SharedMemoryGroup] | None,
-        across: tuple[ProcessGroup, ProcessGroup],
+        across: tuple[Network, Network],
     ) -> None:
         self._seating = seating
         self._here = here
         self._across = across
+
+    def compare_here(self, call: int) -> None:
+        """The workers of this host have come to the same call."""
+        if self._here is not None:
+            with self._told():
+                self._here[0].compare(call).wait()
+
+    def compare_across(self, call: int) -> None:
+        """Those with this place have."""
+        with self._told():
+            self._across[0].compare(call)
 
     def sum_here(self, parts: Sequence[Tensor]) -> Tensor:
         """For every host, the sum over this host's workers of the part for this worker's peer there."""
@@ -100,35 +115,53 @@ class HierarchicalGroups:
                 row.copy_(parts[peer])
         else:
             wanted = [[parts[rank] for rank in ranks] for ranks in seating.hosts]
-            self._here[0].reduce_scatter(list(rows), wanted, _now(c10d.ReduceScatterOptions())).wait()
+            options = _now(c10d.ReduceScatterOptions())
+            with self._told():
+                self._here[0].reduce_scatter(list(rows), wanted, options).wait()
         return rows.view(-1)
 
-    def sum_across(self, rows: Tensor, out: Tensor) -> None:
-        """`out` becomes the sum of the rows that all hosts have for this worker."""
-        ScatteredSum(self._across[0], out, rows, self._seating.host, len(self._seating.hosts)).wait()
+    def sum_across(self, rows: Tensor, out: Tensor, call: int) -> None:
+        """`out` becomes the sum of the rows that all hosts have for this worker, if they have called the same."""
+        with self._told():
+            self._across[0].reduce_scatter(out, rows, call).wait()
 
-    def gather_across(self, parts: Sequence[Tensor]) -> None:
-        """The parts of those with this place, each into its own."""
+    def gather_across(self, parts: Sequence[Tensor], call: int) -> None:
+        """The parts of those with this place, each into its own, likewise."""
         theirs = [parts[peer] for peer in self._seating.peers]
-        GatheredParts(self._across[1], theirs, theirs[self._seating.host], self._seating.host).wait()
+        with self._told():
+            self._across[1].all_gather(theirs, theirs[self._seating.host], call).wait()
 
     def gather_here(self, parts: Sequence[Tensor]) -> None:
         """The parts that the others of this host have got."""
         if self._here is not None:
             slots = [[parts[rank] for rank in ranks] for ranks in self._seating.hosts]
             mine = [parts[peer] for peer in self._seating.peers]
-            self._here[1].allgather(slots, mine, _now(c10d.AllgatherOptions())).wait()
+            with self._told():
+                self._here[1].allgather(slots, mine, _now(c10d.AllgatherOptions())).wait()
 
     def broadcast_across(self, data: Tensor, source: int) -> None:
         """One worker of each host gets it, from host to host."""
         host, place = self._seating.seat(source)
         if place == self._seating.place:
-            self._across[1].broadcast([data], from_rank(host)).wait()
+            self._across[1].broadcast_now(data, host)
 
     def broadcast_here(self, data: Tensor, source: int) -> None:
         """That worker gives it to the others of its host."""
         if self._here is not None:
-            self._here[1].broadcast([data], _now(from_rank(self._seating.seat(source)[1]))).wait()
+            with self._told():
+                self._here[1].broadcast([data], _now(from_rank(self._seating.seat(source)[1]))).wait()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Where ranks of one group have called different things: those of the others wait for them in vain."""
+        try:
+            yield
+        except CollectiveMismatch:
+            for group in self._here or ():
+                group.announce_refusal()
+            for network in self._across:
+                network.disagree()
+            raise
 
 
 def meet(store: Store, label: str, seating: Seating) -> HierarchicalGroups:
@@ -150,7 +183,11 @@ def meet(store: Store, label: str, seating: Seating) -> HierarchicalGroups:
         seating = Seating.of([[rank] for rank in range(seating.size)], seating.rank)
     place = PrefixStore(f"place{seating.place}", own)
     first, second = (
-        gloo_group(PrefixStore(name, place), seating.host, len(seating.hosts), TIMEOUT)
+        Network(
+            gloo_group(PrefixStore(name, place), seating.host, len(seating.hosts), TIMEOUT),
+            seating.host,
+            len(seating.hosts),
+        )
         for name in ("sums", "parts")
     )
     return HierarchicalGroups(seating, here, (first, second))

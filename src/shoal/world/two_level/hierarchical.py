@@ -22,13 +22,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shoal.torch_private import Store
 from shoal.world.hosts import group_ranks
+from shoal.world.network.compared import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Network
+from shoal.world.network.stage_threads import StagedTask, Stages, Step
+from shoal.world.shm.calls import word_of
 from shoal.world.shm.collectives import pieces
 from shoal.world.shm.flatten import numbers, numbers_and_back
 from shoal.world.two_level.groups import HierarchicalGroups, Seating, meet
-from shoal.world.two_level.stage_threads import StagedTask, Stages, Step
 
 BORDER = 128 << 10
 """Bytes from which two levels are faster than one collective over all: below it their steps cost more time than the
@@ -66,6 +69,7 @@ class HierarchicalCollectives:
     def all_reduce(self, tensor: Tensor) -> StagedTask:
         """Sum over all ranks, in place."""
         flat, last = numbers_and_back(tensor)
+        call = word_of(ALL_REDUCE, [tensor])
         size = self.seating.size
         # A multiple of the number of ranks: every rank sums an equal part of each chunk.
         step = max(CHUNK // flat.itemsize // size, 1) * size
@@ -75,7 +79,7 @@ class HierarchicalCollectives:
             # Only the last chunk can be short. Zeros change no sum and are not copied back.
             padded = torch.cat([chunk, chunk.new_zeros(spare)]) if spare else chunk
             parts = padded.chunk(size)
-            one = [*self._sum(parts, parts[self.seating.rank]), *self._gather(parts)]
+            one = [*self._sum(parts, parts[self.seating.rank], call), *self._gather(parts, call)]
             steps.append(_and_then(one, chunk, padded) if spare else one)
         return self._hand_in(steps, last)
 
@@ -83,24 +87,28 @@ class HierarchicalCollectives:
         """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
         flat, last = numbers_and_back(out)
         whole = numbers(tensor)
+        call = word_of(REDUCE_SCATTER, [out])
         steps: list[list[Step]] = []
         for target, parts in self._pieces(flat, whole):
             # Four steps even where two do nothing: the stages keep collectives in the order they were issued.
-            steps.append([*self._sum(parts, target), _nothing, _nothing])
+            steps.append([*self._sum(parts, target, call), _nothing, _nothing])
         return self._hand_in(steps, last)
 
     def all_gather(self, out: Tensor, part: Tensor) -> StagedTask:
         """`out` becomes the parts of all ranks, in rank order; `part` may lie in its place in `out`."""
         flat, last = numbers_and_back(out)
+        call = word_of(ALL_GATHER, [part])
         steps: list[list[Step]] = []
         for mine, parts in self._pieces(numbers(part).view(torch.uint8), flat.view(torch.uint8)):
-            steps.append([_place(mine, parts[self.seating.rank]), _nothing, *self._gather(parts)])
+            steps.append([_place(mine, parts[self.seating.rank]), _nothing, *self._gather(parts, call)])
+        steps.insert(0, self._agree(call))
         return self._hand_in(steps, last)
 
     def broadcast(self, tensor: Tensor, source: int) -> StagedTask:
         """`tensor` of every rank becomes that of rank `source`."""
         flat, last = numbers_and_back(tensor)
-        steps: list[list[Step]] = []
+        call = word_of(BROADCAST, [tensor], root=source)
+        steps = [self._agree(call)]
         for chunk in pieces(flat.view(torch.uint8), CHUNK):
             steps.append([_nothing, _nothing, *self._spread(chunk, source)])
         return self._hand_in(steps, last)
@@ -134,18 +142,27 @@ class HierarchicalCollectives:
         for start in range(0, one.numel(), step):
             yield one[start : start + step], [part[start : start + step] for part in slices]
 
-    def _sum(self, parts: Sequence[Tensor], out: Tensor) -> list[Step]:
+    def _sum(self, parts: Sequence[Tensor], out: Tensor, call: int) -> list[Step]:
         """The first two stages: `out` becomes the sum of everybody's part for this rank."""
         # Hands the result of the first stage to the second; filled when that runs.
         rows: list[Tensor] = []
         return [
             lambda: rows.append(self._there().sum_here(parts)),
-            lambda: self._there().sum_across(rows.pop(), out),
+            lambda: self._there().sum_across(rows.pop(), out, call),
         ]
 
-    def _gather(self, parts: Sequence[Tensor]) -> list[Step]:
+    def _agree(self, call: int) -> list[Step]:
+        """What goes before a collective that does not begin with a sum."""
+        return [
+            lambda: self._there().compare_here(call),
+            lambda: self._there().compare_across(call),
+            _nothing,
+            _nothing,
+        ]
+
+    def _gather(self, parts: Sequence[Tensor], call: int) -> list[Step]:
         """The last two: everybody's part goes to all."""
-        return [lambda: self._there().gather_across(parts), lambda: self._there().gather_here(parts)]
+        return [lambda: self._there().gather_across(parts, call), lambda: self._there().gather_here(parts)]
 
     def _spread(self, chunk: Tensor, source: int) -> list[Step]:
         return [
@@ -161,6 +178,7 @@ class Routes:
     turn: int = 0
     """How often this worker had opened a world before: what is agreed on then is not mistaken for what is now."""
     _made: dict[str, HierarchicalCollectives] = field(default_factory=dict)
+    _networks: dict[str, Network] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(
@@ -178,12 +196,23 @@ class Routes:
                 self._made[label] = HierarchicalCollectives(store, label, by_host, rank)
             return self._made[label]
 
+    def network(self, group: ProcessGroup, store: Store | None, members: Sequence[int], rank: int) -> Network:
+        """The collectives on one level of a gloo group."""
+        label = f"shoal/network/{self.turn}/{group.group_name}/{members[0]}"
+        with self._lock:
+            if label not in self._networks:
+                self._networks[label] = Network(group, rank, len(members), store, label)
+            return self._networks[label]
+
     def close(self) -> None:
         """Let all their threads end."""
         with self._lock:
             for hierarchical in self._made.values():
                 hierarchical.close()
+            for network in self._networks.values():
+                network.close()
             self._made.clear()
+            self._networks.clear()
 
 
 def _nothing() -> None:
