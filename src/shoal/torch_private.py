@@ -59,6 +59,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._common_utils import collect_grad_tensors
     from torch.distributed.pipelining.schedules import _Action as PipelineAction
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "COMPILED_CALL", "OVERRIDDEN", "UNSAFE_VIEW", "BatchNormBase", "ComputationType",
-    "DisableTorchFunction", "FileStore", "FsdpGroup", "FsdpParameter", "NormBase", "OpOverload",
+    "DisableTorchFunction", "FakeTensorMode", "FileStore", "FsdpGroup", "FsdpParameter", "NormBase", "OpOverload",
     "PipelineAction", "PipelineRuntime", "PrefixStore", "SpectralNorm", "Store", "TCPStore",
     "TorchDispatchMode", "admit", "all_gather", "backend_options", "base_of", "buffers_of", "c10d",
     "call_impl", "check_input_dim", "collect_grad_tensors", "default_store", "disable_current_modes",
@@ -87,6 +88,8 @@ __all__ = [
 _LATE = {
     # zero3: the tensors of a module's output whose gradient will arrive, where its backward pass begins.
     "collect_grad_tensors": ("torch.distributed.fsdp._common_utils", "collect_grad_tensors"),
+    # Foresight: a pass on tensors that have a shape and a device, and no memory.
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     # Pipelines: our schedules in torch's terms, and the runtime that adds messages and runs them.
     "PipelineAction": ("torch.distributed.pipelining.schedules", "_Action"),
     "ComputationType": ("torch.distributed.pipelining.schedules", "_ComputationType"),

@@ -120,6 +120,13 @@ def _storages() -> None:
     assert private.storage_from_weak(reference.cdata) is None
 
 
+@check("FakeTensorMode")
+def _fake_tensors() -> None:
+    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        product = torch.empty(1 << 20, 1 << 20) @ mode.from_tensor(torch.ones(1 << 10)).repeat(1 << 10)
+    assert product.shape == (1 << 20,)
+
+
 @check("parameters_of", "buffers_of")
 def _modules() -> None:
     module = nn.BatchNorm1d(2)

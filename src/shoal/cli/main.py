@@ -11,6 +11,7 @@ import shoal
 from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.doctor import doctor
 from shoal.cli.list import list_choices
+from shoal.cli.plan_verb.plan import plan
 from shoal.cli.run import run
 from shoal.cli.selftest import selftest
 from shoal.cli.server import server
@@ -30,6 +31,7 @@ _SCRIPT_LAST = {"allow_interspersed_args": False}
 
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command()(verify)
+app.command()(plan)
 app.command()(selftest)
 app.command()(doctor)
 app.command()(server)

@@ -92,8 +92,11 @@ def refuse_early(job: Job, dry_run: bool = True) -> None:
     if chosen is not None:
         # The rules ask every exchange, and so import torch: only where there is something to check.
         with forkable_imports(job):
+            from shoal.plan.automatic import automatic_options
             from shoal.plan.check import check_device, check_text
 
+            if automatic_options(str(chosen)) is not None:
+                return  # the workers choose
             plan = check_text(str(chosen), job.size)
             device = str(job.overrides.get("device", "auto"))
             # What "auto" finds is the workers' to say: who looks for cards cannot be forked any more.

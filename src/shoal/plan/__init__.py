@@ -1,1 +1,1 @@
-"""What a strategy means and whether it can work."""
+"""What a strategy means, whether it can work, and what it would take: search, prediction, what was learned."""

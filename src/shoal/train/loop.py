@@ -19,6 +19,7 @@ from shoal.train.calls.call import END_OF_LOOP, LOOP
 from shoal.train.calls.calls import Calls
 from shoal.train.model.shortage import Shortage, note_place
 from shoal.train.own_step.run_own_step import run_own_step
+from shoal.train.planning.watch import Foresight
 from shoal.train.state.checkpoints import Checkpoints
 from shoal.train.state.progress import Progress
 from shoal.train.state.start_again import note_suspects, tell_return
@@ -63,6 +64,8 @@ class Loop:
     """Where this rank says what it is doing; None: nowhere."""
     again: Again = field(default_factory=Again)
     """Why the workers were started anew, if they were."""
+    foresight: Foresight | None = None
+    """What was predicted of this run; None: nothing."""
 
     @cached_property
     def journal(self) -> Journal:
@@ -153,6 +156,8 @@ class Loop:
                         schedule.catch_up(report.number - view.step - 1)
                 change = context.balancing.after(report)
                 journal.step(report)
+                if self.foresight is not None and (off := self.foresight.after(report)):
+                    journal.say(off)
                 if change is not None:
                     journal.change(str(change), change.facts())
                 journal.servers(context.exchange.servers)

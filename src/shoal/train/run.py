@@ -23,6 +23,7 @@ from shoal.config import as_type, parse_strategy
 from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
+from shoal.plan.automatic import NAME
 from shoal.report.state import StateFile
 from shoal.table import did_you_mean
 from shoal.train.answer_dry_run import answer
@@ -33,6 +34,10 @@ from shoal.train.evaluate import describe, evaluate
 from shoal.train.loop import Loop
 from shoal.train.model.shortage import noting, remedies_of_evaluation, remedies_of_making
 from shoal.train.own_step.build import build_own_step
+from shoal.train.planning.answer_plan import answer_plan
+from shoal.train.planning.profile_work import key_of
+from shoal.train.planning.settle_plan import settle_plan
+from shoal.train.planning.watch import Foresight
 from shoal.train.run_config import RunConfig, adopt_loader
 from shoal.train.server_setup import meets_at_servers
 from shoal.train.state.checkpoint_config import CheckpointConfig
@@ -79,14 +84,23 @@ class Run(RunConfig):
         early_stop = EarlyStop.of(self.early_stop)
         kept = self._kept()
         if launch.dry_run:
-            device = choose_device(self.device, launch.local_rank)
-            print(answer(config, launch.dry_run, launch.size, device), flush=True)
+            if launch.dry_run.startswith("plan "):
+                answer_plan(config, launch)
+            else:
+                device = choose_device(self.device, launch.local_rank)
+                print(answer(config, launch.dry_run, launch.size, device))
+            sys.stdout.flush()
             os._exit(0)  # threads of the script's own would keep the process, and nothing is left to do
         page = ProgressPage(launch.progress)
         page.enter(Phase.BUILDING)
         self.world = _join(config, launch)
         atexit.register(self.world.close)
         self._state = self._open_state(page)
+        if config.strategy.startswith(NAME) or config.memory:
+            settle_plan(config, self.world)
+            self.strategy = config.strategy
+            self.accumulate = config.accumulate
+            self.recompute = config.recompute
         exchange = parse_strategy(config.strategy).exchange.name
         with noting(
             self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
@@ -116,6 +130,7 @@ class Run(RunConfig):
         if self._context.mesh.model.size > 1 and self.progress and self.world.rank == 0:
             print(f"{self.plan}\n{self._context.mesh.drawing()}", file=sys.stderr)
         self._checkpoints = Checkpoints(self._context, str(self.plan), kept, launch)
+        self._foresight = self._foreseen()
         self._loop = self._make_loop(launch)
         exchange = self._context.exchange
         # Servers must be told of the end, so what talks to them stays; all else may be collected before.
@@ -160,6 +175,7 @@ class Run(RunConfig):
             self._calls,
             self._state,
             launch.again,
+            self._foresight,
         )
 
     @property
@@ -355,7 +371,16 @@ class Run(RunConfig):
             "python": platform.python_version(),
             "settings": _plain_settings(self.config),
             **self._skew(),
+            **(self._foresight.header() if self._foresight is not None else {}),
         }
+
+    def _foreseen(self) -> Foresight | None:
+        """What was predicted of this run; rank 0 compares."""
+        if self.world.rank or self._rehearsal:
+            return None
+        shape = self._context.whole.shape
+        key = key_of(self.config, {name: shape.sizes[name] for name in shape.parameters})
+        return Foresight.of(self.plan, key, self.world.size, self.config.accumulate)
 
     def _skew(self) -> dict[str, object]:
         """How uneven the parts of a step are, where keys or shares decide; rank 0 says it once."""

@@ -76,6 +76,9 @@ class RunConfig:
     """Micro-batches per worker and step."""
     recompute: str | None = None
     """"blocks" keeps only the inputs of each block and computes its activations again when backward needs them."""
+    memory: str | None = None
+    """"auto" picks accumulate and recompute so that a step fits with 5 % to spare into what is free on this host, each
+    worker its share; an amount such as "4GB" is what each worker may take."""
     compile: bool | str = False
     """True compiles each block with torch.compile; a text names a backend, as "aot_eager"."""
     batchnorm: str = "own"

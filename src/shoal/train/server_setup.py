@@ -10,6 +10,7 @@ from shoal.embedding import SparseEmbedding
 from shoal.exchange.buckets.backward_order import ForwardOrder
 from shoal.exchange.contract import trainable
 from shoal.exchange.ps_worker.options import PsOptions
+from shoal.plan.automatic import NAME
 from shoal.train.model.divide import Trial, is_differentiating
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
@@ -24,7 +25,7 @@ def uses_servers(plan: Plan) -> bool:
 def meets_at_servers(strategy: str) -> bool:
     """Whether workers under a strategy meet at servers only, and not within their host either."""
     plan = parse_strategy(strategy)
-    if not uses_servers(plan):
+    if plan.exchange.name == NAME or not uses_servers(plan):
         return False
     options: object = fill_options(plan.exchange, exchange.TABLE.look_up(plan.exchange.name).Options)
     return not isinstance(options, PsOptions) or options.tier == "worker"

@@ -16,7 +16,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_PROGRESS     a path                                               the page in which to write how far it is
     SHOAL_MEMORY       a path                                               where snapshots in memory are kept
     SHOAL_AGAIN        {"times": 1, "failed": 12.5, "said": "…"}            why the workers were started anew
-    SHOAL_DRY_RUN      tensor 2, pipeline 4, check                          what to find out instead of training
+    SHOAL_DRY_RUN      tensor 2, pipeline 4, check, plan {...}               what to find out instead of training
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""The profile of a run: traced on tensors without memory, rehearsed for real where it fits, divided where it can be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal import exchange
+from shoal.cost import ModelProfile
+from shoal.errors import ConfigError
+from shoal.plan.check import check_text
+from shoal.plan.cost import plan_cost
+from shoal.plan.interval import ZERO, Interval
+from shoal.plan.machine import Machine
+from shoal.plan.search import written_alone
+from shoal.plan.work import Pass, Work
+from shoal.train.build import make_feed, make_trial
+from shoal.train.model.make import make_model
+from shoal.train.model.profile import profile_model
+from shoal.train.own_step.check import check_strategy
+from shoal.train.own_step.models import make_models
+from shoal.train.planning.divisions import Divisions, divide_all, tables_in
+from shoal.train.planning.rehearsal import pass_alone, rehearse, resident
+from shoal.train.planning.trace import CannotTrace, Traced, trace
+from shoal.train.run_config import RunConfig, check_kinds
+from shoal.train.server_setup import order_of_use
+from shoal.train.technique import precision
+from shoal.train.technique.clip import ByNorm, make_clip
+from shoal.world.free_memory import free_memory
+from shoal.world.mesh import Mesh
+from shoal.world.world import World
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done to find out."""
+
+    seconds: float = 4.0
+    """Of passes for real, over all sizes."""
+    divide: bool = True
+    run: bool = True
+    """Whether anything may be run for real; else all follows from shapes."""
+
+
+ROOM = 0.8
+"""Of the memory that is free, which profiling may take."""
+_RATE = 0.5
+"""How uncertain seconds are that follow from counted operations only."""
+
+
+def profile_work(config: RunConfig, world: World, workers: int, machine: Machine, effort: Effort) -> Work:
+    """The profile of a run on so many workers. Every worker of `world` calls it: they are each other's neighbours."""
+    if config.step is None:
+        check_kinds(config)
+    base = resident("VmRSS")
+    sizes = _sizes(config.global_batch, workers, world.size)
+    traced, why = _traced(config, max(sizes[-1], 1))
+    whole, divisions, model_bytes = _whole(config), Divisions(), 0
+    states = plan_cost(check_text("ddp", 1), whole, Mesh.imagine(World.alone(), 1))
+    model_bytes = states.total
+    needed = world.size * (model_bytes + (traced.peak if traced is not None else model_bytes))
+    note = "" if traced is not None else f"not traced ({why}), so it was run"
+    runs = effort.run and needed < ROOM * free_memory()
+    if not runs and traced is None:
+        raise ConfigError(
+            f"the model can neither be traced ({why}) nor run: {needed / 1e9:.1f} GB are needed to run it on "
+            f"{world.size} workers, and {free_memory() / 1e9:.1f} GB are free. Plan with fewer workers."
+        )
+    if effort.divide and workers > 1 and runs:
+        if world.rank == 0:
+            divisions = _divisions(config, whole, workers)
+        world.barrier()
+    if not runs:
+        assert traced is not None
+        return replace(
+            _counted(traced, whole, machine, sizes),
+            key=key_of(config, _shapes(whole)),
+            base=base,
+            exchanges=_refused(config),
+        )
+    seen = rehearse(config, sizes, effort.seconds, model_bytes, world)
+    alone = 1.0
+    if world.size > 1:
+        if world.rank == 0:
+            single = pass_alone(config, sizes[-1], effort.seconds / 4)
+            alone = min(1.0, single / seen.passes[-1].seconds.middle)
+        world.barrier()
+    return Work(
+        key=key_of(config, _shapes(whole)),
+        passes=seen.passes,
+        update=Interval.measured(seen.update),
+        data=Interval.measured(seen.data),
+        whole=whole,
+        divisions=divisions.found,
+        refused=divisions.refused,
+        exchanges=_refused(config),
+        base=base,
+        neighbours=world.size,
+        alone=alone,
+        note=note,
+    )
+
+
+def _shapes(whole: ModelProfile) -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in whole.parameters}
+
+
+def _sizes(batch: int, workers: int, here: int) -> list[int]:
+    """Samples of the passes that are measured: those of plain data parallel, half of them, and a few more."""
+    each = max(1, -(-batch // workers))
+    found = {each, max(1, each // 4), min(batch, 2 * each)} if here > 1 else {each, max(1, each // 2)}
+    return sorted(found)
+
+
+def _traced(config: RunConfig, samples: int) -> tuple[Traced | None, str]:
+    try:
+        return trace(config, samples), ""
+    except CannotTrace as error:
+        return None, str(error)
+
+
+def _whole(config: RunConfig) -> ModelProfile:
+    """What the whole model consists of; nothing is allocated where its factory allows that."""
+    chosen = precision.TABLE.look_up(config.precision)
+    if config.step is not None:
+        models = make_models(config.models, config.seed, chosen.model)
+        made = [profile_model(models.get_submodule(name), make) for name, make in config.optimizers.items()]
+        parameters = tuple(p for one in made for p in one.parameters)
+        return ModelProfile(parameters, sum(one.buffers for one in made), deterministic=config.deterministic)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=True)
+    return replace(
+        profile_model(model, config.optimizer),
+        accumulate=config.accumulate,
+        norm=chosen.scaled or config.on_nan == "skip" or isinstance(make_clip(config.clip), ByNorm),
+        deterministic=config.deterministic,
+    )
+
+
+def _divisions(config: RunConfig, whole: ModelProfile, workers: int) -> Divisions:
+    if config.step is not None or config.batchnorm == "sync" or config.compile:
+        return Divisions()
+    chosen = precision.TABLE.look_up(config.precision)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=False)
+    feed = make_feed(config, check_text("ddp", 1), Mesh.open(World.alone()))
+    order = order_of_use(make_trial(config, model, feed, torch.device("cpu")))
+    ranked = replace(whole, parameters=profile_model(model, config.optimizer, order).parameters)
+    return divide_all(config, model, ranked, workers)
+
+
+def _counted(traced: Traced, whole: ModelProfile, machine: Machine, sizes: list[int]) -> Work:
+    """Without running: operations at the speed of this machine's products of matrices, and bytes from shapes."""
+    rate = machine.flops or 1e9
+    seconds = Interval.exact(traced.flops / rate).widened(_RATE)
+    one = Pass(traced.samples, seconds, traced.peak)
+    held = sum(p.nbytes for p in whole.trained)
+    update = Interval.exact(6 * held / max(rate, 1e9)).widened(_RATE)
+    del sizes
+    return Work("", [one], update, ZERO, whole, traced=True, note="counted, not run: it would not fit here")
+
+
+def _refused(config: RunConfig) -> dict[str, str]:
+    """Exchanges that cannot train this model."""
+    found: dict[str, str] = {}
+    if config.step is not None:
+        for name in exchange.TABLE:
+            try:
+                check_strategy(check_text(written_alone(name), 1))
+            except ConfigError as error:
+                found[name] = str(error)
+        return found
+    chosen = precision.TABLE.look_up(config.precision)
+    model, _ = make_model(config.model, config.seed, chosen.model, deferred=True)
+    for table in tables_in(model)[:1]:
+        for name, kind in exchange.TABLE.items():
+            if not kind.keeps_rows:
+                found[name] = f"SparseEmbedding '{table}' keeps its rows on servers; use ps or solo."
+    return found
+
+
+def key_of(config: RunConfig, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Names what is trained: shapes of parameters, and the settings on which its times depend; without saying which."""
+    listed = sorted((name, list(shape)) for name, shape in shapes.items())
+    settings = [
+        config.global_batch,
+        config.precision,
+        config.accumulate,
+        config.recompute,
+        str(config.compile),
+    ]
+    return hashlib.sha256(json.dumps([listed, settings]).encode()).hexdigest()[:24]
