@@ -73,6 +73,62 @@ class Copy:
         return made
 
 
+def copy_of(function: Any, model: nn.Module) -> Any:
+    """A copy of a loss that leaves no trace, as `Copy` says; the loss itself where it cannot be copied."""
+    try:
+        return Copy(model).of(function)
+    except Exception:  # what it holds may say anything when it is copied
+        return function
+
+
+def numbers_kept(value: Any) -> dict[str, float]:
+    """Numbers that a function or an object of a script keeps from call to call: globals, closure, attributes.
+
+    >>> class Rising:
+    ...     calls = 0
+    ...     def __call__(self, output):
+    ...         self.calls += 1
+    ...         return output * self.calls
+    >>> rising = Rising()
+    >>> _ = rising(2.0)
+    >>> numbers_kept(rising)
+    {'calls': 1}
+    """
+    return dict(_numbers("", value, set()))
+
+
+def _numbers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, float]]:
+    if type(value) in (int, float):
+        yield name, value
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    inside: dict[str, Any] = {}
+    if isinstance(value, types.FunctionType) and not _is_library(value.__module__):
+        known = value.__globals__
+        inside = {one: known[one] for one in globals_read(value.__code__) if one in known}
+        for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if cell != types.CellType():
+                inside[free] = cell.cell_contents
+        inside |= vars(value)
+    elif isinstance(value, functools.partial):
+        inside = {"": value.func, **value.keywords}
+    elif isinstance(value, types.MethodType):
+        inside = {"": value.__self__}
+    elif type(value) in (list, dict) and len(value) <= _FEW:
+        inside = {
+            f"{name}[{key!r}]": one
+            for key, one in (value.items() if type(value) is dict else enumerate(value))
+        }
+    elif not _is_library(type(value).__module__) and hasattr(value, "__dict__"):
+        inside = vars(value)
+    for key, one in inside.items():
+        yield from _numbers(key or name, one, seen)
+
+
+_FEW = 16
+"""A container of more is data, and no place for a count."""
+
 _CONTAINERS = (list, dict, set, bytearray, collections.deque, torch.Tensor)
 
 

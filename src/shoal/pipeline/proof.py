@@ -23,6 +23,11 @@ from shoal.torch_private import tree_leaves, tree_map
 
 RandomState = tuple[Tensor, Tensor | None]
 
+DIFFERENT_PASSES = (
+    "two passes of the model over one batch from one random state differ; let it draw random numbers from torch alone, "
+    "and keep no state outside of its modules."
+)
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -77,10 +82,7 @@ def find_leak(model: nn.Module, inputs: object, stages: Sequence[Stage], truth: 
             if not same and stage.begin is not None:
                 return Leak(stage.begin, cause)
             if not same:
-                raise ConfigError(
-                    "two passes of the model over one batch from one random state differ; let it draw random numbers "
-                    "from torch alone, and keep no state outside of its modules."
-                ) from cause
+                raise ConfigError(DIFFERENT_PASSES) from cause
     return None
 
 

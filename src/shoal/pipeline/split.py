@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.call import call_model
 from shoal.errors import ConfigError
-from shoal.pipeline.proof import find_leak, record, refusal
+from shoal.pipeline.proof import DIFFERENT_PASSES, find_leak, record, refusal
 from shoal.pipeline.spine import Calls, Interception, Spine, call_of, observe, slots, undisturbed
 from shoal.pipeline.stage import Stage, plan_stages, stages_of_tensors
 from shoal.table import did_you_mean
@@ -268,6 +268,8 @@ def _measure(model: nn.Module, inputs: object, places: Sequence[str], passes: in
             call_model(model, inputs)
             times.append(_now())
             rows.append([after - before for before, after in itertools.pairwise(times)])
+    if any(len(row) != len(rows[0]) for row in rows):  # it has not called the same modules each time
+        raise ConfigError(DIFFERENT_PASSES)
     return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 

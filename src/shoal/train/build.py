@@ -13,13 +13,15 @@ from shoal import exchange, partition
 from shoal.blocks import find_blocks
 from shoal.call import call_model
 from shoal.config import degree_of
-from shoal.data.batch import ModelInputs, convert
+from shoal.data.batch import ModelInputs, convert, length
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader, make_loader
 from shoal.errors import ConfigError
+from shoal.exchange.contract import Exchange
 from shoal.exchange.embeddings.embedding_tables import check_rows
 from shoal.exchange.setup import Setup
+from shoal.functions import copy_of
 from shoal.optimizer import check_trainable
 from shoal.partition.block import BlockPartition
 from shoal.plan.check import (
@@ -33,6 +35,7 @@ from shoal.plan.check import (
 )
 from shoal.report.meter import Meter
 from shoal.report.spans import Spans
+from shoal.report.words import Words
 from shoal.tensor import loss_context
 from shoal.train.balancing.balance_rules import balance_of
 from shoal.train.balancing.balancing import key_for, stage_speeds
@@ -40,6 +43,7 @@ from shoal.train.model.buffer_rules import power_vectors, watched, words_for
 from shoal.train.model.buffers import BufferWatch, Reconciled
 from shoal.train.model.compile_blocks import Compiler, compile_blocks, compiler_for, uncompiled
 from shoal.train.model.divide import Divided, Division, Trial, divide, find_division
+from shoal.train.model.first_pass import FirstPass
 from shoal.train.model.gathered_penalty import Outline
 from shoal.train.model.gradient_hooks import HookRules, TrainedSet
 from shoal.train.model.make import Values, agree_on_model, make_model
@@ -53,6 +57,7 @@ from shoal.train.record import Recorder
 from shoal.train.rules import (
     check_compile,
     check_fit,
+    check_layers,
     check_numbers,
     check_own_batchnorm,
     cuts_parameters,
@@ -70,7 +75,7 @@ from shoal.train.technique.clip import make_clip
 from shoal.train.technique.gather import Gather
 from shoal.train.technique.metrics import TrainingMetrics
 from shoal.train.technique.own_loss import OwnLoss, as_returned
-from shoal.train.technique.split_check import FirstLoss
+from shoal.train.technique.split_check import FirstLoss, samples_meet_in
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
@@ -113,14 +118,16 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     outline = Outline(model) if config.penalty is not None and parts_models(plan, mesh) else None
     rules = hook_rules(plan, mesh, config)
     rules.check(model, world.rank == 0)
-    shape, blocks, words = ModelShape.of(model), find_blocks(model), words_for(model, config.buffers)
-    divided = divide_model(config, plan, mesh, model, feed)
+    shape, blocks, said = ModelShape.of(model), find_blocks(model), Words(mesh)
+    words = words_for(model, config.buffers)
+    divided = divide_model(config, plan, mesh, model, feed, said)
     if compiler is not None:  # inside of what is computed again
         compile_blocks(model, blocks, compiler, lambda: not streams.watching)
     presence, metrics = prepare_layers(config, model, mesh, blocks), _make_metrics(config, plan, mesh)
     streams, loss = RandomStreams(model, blocks, config.seed), metrics.watch(given, presence)
-    buffers, watch = reconcile_buffers(config, plan, mesh, model, words)
-    job = StageJob(inputs_of(config, model), loss, chosen, streams, presence, world.device, Spans(), buffers)
+    buffers, watch = reconcile_buffers(config, plan, mesh, model, words, said)
+    looked, inputs = loss if isinstance(given, OwnLoss) else FirstLoss(loss, given), inputs_of(config, model)
+    job = StageJob(inputs, looked, chosen, streams, presence, world.device, Spans(), buffers)
     pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
     order = order_of_use(make_trial(config, model, feed, world.device)) if uses_servers(plan) else ()
     root = pipelined.root if pipelined is not None else None
@@ -138,7 +145,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         mesh=mesh,
         model=model,
         pipeline=pipelined,
-        loss=loss if isinstance(given, OwnLoss) else FirstLoss(loss, given),
+        loss=looked,
         inputs=job.inputs,
         loader=open_data(feed, plan, mesh),
         balance=balance_of(config, bool(record)),
@@ -148,6 +155,8 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         presence=presence,
         buffers=buffers,
         watch=watch,
+        said=said,
+        first=FirstPass.of(model, given, mesh, feed, said, _meets(made)),
         learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh), mesh.tensor),
         split_loss=partial(loss_context, options) if options.loss else None,
         gather=Gather(mesh.data, why_not_gather(config, plan, feed), feed.fill, lambda: presence.counts),
@@ -163,6 +172,11 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     )
 
 
+def _meets(made: Exchange) -> bool:
+    """Whether all workers have the same whole parameters in each step."""
+    return not (made.uses_servers or made.updates_alone or made.cuts_parameters)
+
+
 def _agreed_model(
     config: RunConfig, plan: Plan, mesh: Mesh, record: str, feed: Feed
 ) -> tuple[nn.Module, Values | None, Compiler | None, Recorder | None]:
@@ -171,6 +185,7 @@ def _agreed_model(
     recorder = _make_recorder(record, config, plan, mesh.world, feed, model) if record else None
     agree_on_model(model, mesh.data if uses_servers(plan) else mesh.world)
     _check_model(model, plan)
+    check_layers(model, plan, feed)
     return model, values, compiler, recorder
 
 
@@ -287,10 +302,15 @@ def open_data(feed: Feed, plan: Plan, mesh: Mesh) -> Loader | StreamLoader:
     return loader
 
 
-def divide_model(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Divided:
+def divide_model(
+    config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed, said: Words
+) -> Divided:
     """Cut the model to this worker's part of it, if the plan cuts it."""
     if mesh.model.size == 1:
         return Divided()
+    trial = make_trial(config, model, feed, mesh.world.device)
+    if feed.parts > 1 and trial.samples_meet():
+        said.say(samples_meet_in(length(trial.batch)))
     found = find_in_model(config, plan, mesh, model, feed)
     return divide(model, found, mesh, tensor_options(plan), plan_schedule(plan))
 
@@ -311,7 +331,8 @@ def make_trial(config: RunConfig, model: nn.Module, feed: Feed, device: torch.de
     chosen = precision.TABLE.look_up(config.precision)
     plain = replace(feed, rank=0, workers=0, partition=BlockPartition(), columns={})
     batch = convert(make_loader(plain).take(0).batches[0], device, chosen.model)
-    return Trial(model, batch, inputs_of(config, model), config.loss or as_returned, chosen, device)
+    loss = FirstLoss(copy_of(config.loss, model)) if config.loss is not None else as_returned
+    return Trial(model, batch, inputs_of(config, model), loss, chosen, device)
 
 
 def inputs_of(config: RunConfig, model: nn.Module) -> ModelInputs:
@@ -364,7 +385,7 @@ def _shards(plan: Plan, mesh: Mesh) -> bool:
 
 
 def reconcile_buffers(
-    config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, words: Mapping[str, str]
+    config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, words: Mapping[str, str], said: Words
 ) -> tuple[Reconciled | None, BufferWatch]:
     """Buffers that are to have one value on all workers, and those that are watched."""
     kind = exchange.TABLE.look_up(plan.exchange.name)
@@ -378,7 +399,7 @@ def reconcile_buffers(
         )
     own = [name for name, word in words.items() if word == "own"]
     parts = sharers(plan, mesh).size * config.accumulate * pipeline_options(plan).microbatches
-    watch = BufferWatch(model, watched(model, words), own, mesh, parts, alone)
+    watch = BufferWatch(model, watched(model, words), own, mesh, parts, alone, said)
     return Reconciled.of(model, words, World.alone(mesh.world.device) if alone else mesh.data), watch
 
 

@@ -20,6 +20,7 @@ from shoal.data.source import Source, check_source, is_stream
 from shoal.errors import ConfigError
 from shoal.partition.block import BlockPartition
 from shoal.torch_private import tree_map
+from shoal.train.model.make import in_evaluation
 from shoal.train.step_context import StepContext
 from shoal.train.technique.loss import as_sum_and_count
 from shoal.train.technique.metrics import Metric
@@ -57,10 +58,8 @@ def _evaluate(
     loader = _open(parts, data, batch)
     measures = {"loss": parts.loss, **metrics}
     sums = torch.zeros(len(measures), 2, dtype=torch.float64, device="cpu")
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with in_evaluation(model), torch.no_grad():
             for step in range(loader.steps_per_epoch):
                 portion = loader.take(step)
                 meets = parts.gather.meets(portion.samples)
@@ -74,7 +73,6 @@ def _evaluate(
                             sums += found
     finally:
         parts.presence.see(True)
-        model.train(was_training)
     sums /= parts.mesh.tensor.size  # all of them have measured the same
     world.all_reduce(sums).wait()
     means = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from time import perf_counter_ns
-from typing import Any
 
 import torch
 
@@ -13,16 +11,12 @@ from shoal.call import call_model
 from shoal.data.batch import Batch, convert, length
 from shoal.data.feed import Portion
 from shoal.exchange.contract import Tally
-from shoal.functions import Copy
-from shoal.pipeline.spine import undisturbed
 from shoal.report.spans import SpanKind
-from shoal.torch_private import module_forward_hooks_of
+from shoal.train.first_look import look_at_first, look_at_units
 from shoal.train.model.gathered_penalty import add_gathered
-from shoal.train.model.gradient_hooks import of_the_user
 from shoal.train.step_context import StepContext
 from shoal.train.technique.loss import as_sum_and_count, check_gradient
 from shoal.train.technique.penalty import add_penalty
-from shoal.train.technique.split_check import FirstLoss, does_not_split, unseen
 from shoal.world.devices import fetch
 
 _FORWARD = int(SpanKind.FORWARD)  # packing an enum costs twice as much
@@ -32,20 +26,27 @@ _BACKWARD = int(SpanKind.BACKWARD)
 def run_passes(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:
     """Forward and backward of a portion, each loss times `weight`; gradients are on their way when it returns."""
     context.learning.begin()
-    looking = context.watch.new
+    looking, first = context.watch.new, context.first
     if looking:
         context.watch.before_first()
+    if first is not None:
+        look_at_units(context, portion)
+        first.before()
     if context.buffers is not None:
         context.buffers.open_step()
-    if context.pipeline is not None:
-        tally = context.pipeline.run(step, portion, weight)
-    else:
-        tally = _without_pipeline(context, step, portion, weight)
+    with nullcontext() if first is None else first.explaining():
+        if context.pipeline is not None:
+            tally = context.pipeline.run(step, portion, weight)
+            look_at_first(context, portion)
+        else:
+            tally = _without_pipeline(context, step, portion, weight)
     context.learning.computing = False
     if context.buffers is not None:
         context.buffers.close_step()
     if looking:
         context.watch.after_first()
+    if first is not None:
+        first.after()
     return tally
 
 
@@ -56,43 +57,8 @@ def _without_pipeline(context: StepContext, step: int, portion: Portion, weight:
         else:
             with context.gather.meeting(attends=not any(portion.counts)):
                 tally = _accumulate(context, step, portion, weight)
-        if isinstance(context.loss, FirstLoss):
-            look_at_loss(context)
+        look_at_first(context, portion)
     return tally
-
-
-def look_at_loss(context: StepContext) -> None:
-    """In the first step, from what it has just computed: a loss that does not split is said, by rank 0.
-
-    A loss that gathers rows is meant to see other samples than its own. The model runs once more only if its outputs
-    cannot be cut, and only where it is whole on this worker.
-    """
-    assert isinstance(context.loss, FirstLoss)
-    plain, first = context.loss.plain, context.loss.first
-    context.loss = context.loss.given
-    if first is None or context.gather.used:
-        return
-    exchange, model, whole = context.exchange, context.model, None
-    in_one_piece = context.mesh.model.size == 1 and not exchange.cuts_parameters and not exchange.tables
-    # Hooks of the user's would see that it runs again.
-    watched = any(of_the_user(module_forward_hooks_of(module)) for module in model.modules())
-    if in_one_piece and not watched and context.precision.compute is None:
-
-        def whole(batch: Batch) -> Any:
-            return model(context.inputs(batch))
-
-    def loss(output: object, batch: Batch) -> Any:  # each time as it stands now, if it counts its calls
-        return Copy(model).of(plain)(output, batch)
-
-    with unseen(), undisturbed(model):
-        model.eval()
-        context.finding = does_not_split(loss, first, whole)
-    if context.finding and context.world.rank == 0 and context.recorder is None:
-        print(
-            f"{context.finding} `shoal verify` compares the run with one process.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _accumulate(context: StepContext, step: int, portion: Portion, weight: float) -> Tally:

@@ -234,6 +234,10 @@ class Pipelined:
         # 1: nothing is divided, see `scale_grads`.
         stage.perform_reduce_grad(1)
 
+    def take_loss(self, loss: Loss) -> None:
+        """From the next step on."""
+        self._job.loss = loss
+
     def run(self, number: int, portion: Portion, weight: float) -> Tally:
         """Forward and backward of a portion; gradients are on their way when it returns."""
         assert self._exchange is not None

@@ -145,6 +145,27 @@ def check_own_batchnorm(model: nn.Module, feed: Feed) -> None:
         )
 
 
+def check_layers(model: nn.Module, plan: Plan, feed: Feed) -> None:
+    """Refuse layers that compute something else of a part of a batch, and do so by their nature."""
+    facts = facts_of(plan)
+    alone = facts.updates_alone and not facts.uses_servers
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if layer.max_norm is not None and not alone and (feed.size > 1 or cuts_parameters(plan)):
+            raise ConfigError(
+                f"'{name}' has max_norm={layer.max_norm:g}, which changes the rows that it looks up, and under {plan} "
+                f"each of {feed.size} workers looks up others, so that its copies would drift apart; leave max_norm "
+                "out and divide by the norm in forward, or use one worker."
+            )
+        if layer.scale_grad_by_freq and layer.weight.requires_grad and feed.parts > 1:
+            raise ConfigError(
+                f"'{name}' has scale_grad_by_freq=True, which divides by how often a row is in the batch, and here "
+                f"each of {feed.parts} parts of a step would count for itself; leave it out, or use one worker with "
+                "accumulate=1."
+            )
+
+
 def why_not_gather(config: RunConfig, plan: Plan, feed: Feed) -> str:
     """Why `run.gather` cannot work with this plan; empty if it can."""
     chosen = exchange.TABLE.look_up(plan.exchange.name)

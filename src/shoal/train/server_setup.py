@@ -12,6 +12,7 @@ from shoal.exchange.contract import trainable
 from shoal.exchange.ps_worker.options import PsOptions
 from shoal.plan.automatic import NAME
 from shoal.train.model.divide import Trial, is_differentiating
+from shoal.train.model.make import in_evaluation
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
@@ -45,15 +46,13 @@ def order_of_use(trial: Trial) -> list[str]:
     if any(isinstance(module, SparseEmbedding) for module in model.modules()):
         return []
     watch = ForwardOrder(model, trainable(model))
-    model.eval()
     try:
-        with torch.no_grad(), trial.precision.context(trial.device):
+        with in_evaluation(model), torch.no_grad(), trial.precision.context(trial.device):
             trial.run()
     except RuntimeError as error:
         if not is_differentiating(error):
             raise
         return []  # its forward differentiates: the order of definition has to do
     finally:
-        model.train()
         seen = watch.close()
     return seen

@@ -43,8 +43,8 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
         if part.computes:
             portion = loader.take(part.step, part.part)
             meter.mark("data")
-    if context.streams.watching:
-        context.streams.decide(context.world)
+    if context.streams.watching or context.first is not None:
+        context.end_first_passes()
 
     tally = over_stages(context, exchange.finish(mine), context.scale.value / expected)
     meter.mark("exposed")

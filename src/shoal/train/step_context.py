@@ -16,8 +16,10 @@ from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange, JoinState
 from shoal.report.meter import Meter
+from shoal.report.words import Words
 from shoal.train.balancing.balancing import Balancing, key_for
 from shoal.train.model.buffers import BufferWatch, Reconciled
+from shoal.train.model.first_pass import FirstPass
 from shoal.train.model.gathered_penalty import Outline
 from shoal.train.model.gradient_hooks import TrainedSet
 from shoal.train.model.random_streams import RandomStreams
@@ -41,8 +43,8 @@ from shoal.world.world import World
 
 @dataclass
 class StepContext:
-    """Made by build.py; only `scale`, `count_per_sample` and `on_gradients` change from step to step, and `loss` after
-    the first."""
+    """Made by build.py; only `scale`, `count_per_sample` and `on_gradients` change from step to step, and
+    `loss` and `first` after the first."""
 
     mesh: Mesh
     model: nn.Module
@@ -59,6 +61,8 @@ class StepContext:
     buffers: Reconciled | None
     """Buffers that have one value on all workers after every step; None where there are none."""
     watch: BufferWatch
+    said: Words
+    """What this worker has to say to the user."""
     learning: TrainedSet
     split_loss: Callable[[], AbstractContextManager[None]] | None
     """Around forward and backward passes: lets a loss take logits that are cut over the tensor axis."""
@@ -76,6 +80,8 @@ class StepContext:
     metrics: TrainingMetrics
     finding: str = ""
     """Why the loss depends on how the batch is cut, as far as the first step has shown."""
+    first: FirstPass | None = None
+    """Until the first step is over: what forward passes do that would be another thing in parts."""
     count_per_sample: float = 1.0
     """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
     own_step: Callable[[Any, Batch], Any] | None = None
@@ -137,6 +143,14 @@ class StepContext:
                 )
         sums = {name: sum(float(theirs[name]) for theirs in ranks) for name in values}
         return {name: total / (len(ranks) if how == "mean" else 1) for name, total in sums.items()}
+
+    def end_first_passes(self) -> None:
+        """The first step's passes are over everywhere. Collective."""
+        if self.streams.watching:
+            self.streams.decide(self.world)
+        if self.first is not None:
+            self.first.compare()
+            self.first = None
 
     def prefetch_rows(self, step: int, portion: Portion) -> None:
         """This worker's batches of a step are here: rows of embeddings that the next step reads may set out."""

@@ -7,7 +7,6 @@ has changed what, and the changes themselves.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.report.words import Words
 from shoal.torch_private import buffers_of, version_of
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
@@ -160,14 +160,21 @@ class BufferWatch:
     """Buffers that nobody has given a word. Says so once where a forward pass changes them, or workers differ."""
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str], own: Iterable[str], mesh: Mesh, parts: int, alone: str
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        own: Iterable[str],
+        mesh: Mesh,
+        parts: int,
+        alone: str,
+        words: Words,
     ) -> None:
         """`parts`: micro-batches of a step, of all replicas. `alone`: the strategy, if workers do not always meet."""
         present = {name for name, _ in model.named_buffers()}
         self._model = model
         self._world = mesh.data
         self._alone = alone
-        self._speaks = (mesh.world.rank if alone else mesh.data.rank + mesh.tensor.rank) == 0
+        self._words = words
         self._names = [name for name in names if name in present]
         self._own = [name for name in own if name in present]
         self._said: set[str] = set()
@@ -184,19 +191,23 @@ class BufferWatch:
         self.new = False
         found = [n for n, a, b in zip(self._names, self._start, self._sums(), strict=True) if a != b]
         if found and self._alone:
-            self._say(
-                f"forward passes change {_quoted(found)}, and under {self._alone} each worker's stays its own; "
+            self._words.say(
+                f"shoal: forward passes change {_quoted(found)}, and under {self._alone} each worker's stays its own; "
                 "checkpoints and evaluate take the first worker's. Say buffers='own' if that is meant, or use ddp."
             )
         elif found:
             self._said.update(found)
-            self._say(
-                f"forward passes change {_quoted(found)}, each worker and micro-batch by itself; one process sees "
-                f"all samples; checkpoints and evaluate take rank 0's. {_choose(found[0])}."
+            self._words.say(
+                f"shoal: forward passes change {_quoted(found)}, each worker and micro-batch by itself; one process "
+                f"sees all samples; checkpoints and evaluate take rank 0's. {_choose(found[0])}."
             )
 
     def check(self, when: str) -> None:
         """Compare all workers' buffers, and name those that differ, each once. Collective."""
+        self._compare(when)
+        self._words.meet()
+
+    def _compare(self, when: str) -> None:
         if self._alone or not self._names or self._world.size == 1:
             return
         sums = self._sums()
@@ -207,9 +218,9 @@ class BufferWatch:
         self._said |= found.keys()
         if found:
             ranks = sorted({rank for theirs in found.values() for rank in theirs})
-            self._say(
-                f"{when} ranks {ranks} differ from rank 0 in {_quoted(list(found))}; checkpoints and evaluate take "
-                f"rank 0's. {_choose(next(iter(found)))}."
+            self._words.say(
+                f"shoal: {when} ranks {ranks} differ from rank 0 in {_quoted(list(found))}; checkpoints and evaluate "
+                f"take rank 0's. {_choose(next(iter(found)))}."
             )
 
     def _differing(self, sums: list[int]) -> dict[str, list[int]]:
@@ -220,10 +231,6 @@ class BufferWatch:
             for i, name in enumerate(self._names)
         }
         return {name: ranks for name, ranks in found.items() if ranks}
-
-    def _say(self, text: str) -> None:
-        if self._speaks:
-            print(f"shoal: {text}", file=sys.stderr)
 
     @contextmanager
     def lent(self, world: World) -> Iterator[None]:

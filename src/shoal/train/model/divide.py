@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.call import call_model
-from shoal.data.batch import Batch, Inputs
+from shoal.data.batch import Batch, Inputs, length
 from shoal.errors import ConfigError
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.spine import undisturbed
@@ -24,7 +24,13 @@ from shoal.pipeline.trim import trim
 from shoal.tensor import Cuts, TensorLayout, TensorOptions, apply_cuts, check_options, find_cuts
 from shoal.train.technique.loss import Loss, as_sum_and_count
 from shoal.train.technique.precision import Precision
+from shoal.train.technique.split_check import can_split, parameters_behind, part, same_rows, standing
 from shoal.world.mesh import Mesh
+
+OTHER_DRAWS = (
+    "the model or its loss draws from Python's or numpy's generator, and under tpN workers that hold parts of one "
+    "layer must draw alike; draw from torch, as in torch.rand(()).item(), or leave tpN out."
+)
 
 Speeds = Callable[[Sequence[float]], Sequence[float]]
 """From the seconds that a pass of the whole model took each worker to the speed of each rank of a pipeline; empty: all
@@ -64,14 +70,42 @@ class Trial:
         """What the loss is in."""
         with self.calm():
             try:
-                returned = self.loss(self.run(), self.batch)
+                output = self.run()
+                with torch.enable_grad():
+                    returned = self.loss(output, self.batch)
             except NameError as error:  # such as `run`, of which the loss wants to gather
                 raise ConfigError(
                     f"a pipeline tries the loss while the run is being made, and loss= uses '{error.name}', which is "
                     "not there yet; define it before. run.gather cannot work in a pipeline, whose micro-batches come "
                     "one after the other: leave ppN out."
                 ) from None
+            self._check_own(returned)
             return as_sum_and_count(returned, self.batch)[0].dtype
+
+    def samples_meet(self) -> bool:
+        """Whether outputs for half of the samples differ from those for the same among all, in evaluation mode."""
+        n, outputs = length(self.batch), []
+        if not can_split(self.batch):
+            return False
+        for stop in (n, n // 2):
+            with self.calm():
+                self.model.eval()
+                try:
+                    outputs.append(call_model(self.model, self.inputs(part(self.batch, n, 0, stop))))
+                except Exception:  # a model that fails on half a batch has said nothing
+                    return False
+        return not same_rows(outputs[0], outputs[1], n)
+
+    def _check_own(self, returned: Any) -> None:
+        """The last stage, which computes the loss, has no parameters but its own."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        used = next((names[id(p)] for p in parameters_behind(returned) if id(p) in names), None)
+        if used is not None:
+            raise ConfigError(
+                f"loss= uses parameter '{used}' of the model, and the stage of the pipeline that computes the loss may "
+                "not have it; give a term on the weights as penalty=, let forward return what the loss needs, or leave "
+                "ppN out."
+            )
 
 
 def is_differentiating(error: RuntimeError) -> bool:
@@ -112,8 +146,11 @@ class Division:
 
 def cut_layers(trial: Trial, mesh: Mesh, rules: Mapping[str, str], options: TensorOptions) -> Cuts:
     """What can be cut over the tensor axis; refuses what cannot."""
+    before = standing()[1:]
     with trial.calm():
         cuts = find_cuts(trial.model, trial.run, mesh.tensor.size, rules)
+    if before != standing()[1:]:
+        raise ConfigError(OTHER_DRAWS)
     check_options(cuts, options)
     return cuts
 

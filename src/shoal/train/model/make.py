@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shoal import seeds
@@ -55,9 +57,41 @@ def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                 f"the model has parameters without a size ('{name}'); give its sizes, as in nn.Linear(8, 4) for "
                 "nn.LazyLinear(4)."
             )
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"another Run has cut the model's parameters ('{name}' is a part on this worker); make the model anew, "
+                "or give model= a function that makes it."
+            )
     if dtype is not None:
         _widen(model, dtype)
-    return model.train()
+    return to_training(model)
+
+
+def to_training(model: nn.Module) -> nn.Module:
+    """Into training mode, but for the layers of a training model that the script holds in evaluation mode.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> _ = model[1].eval()
+    >>> to_training(model)[1].training
+    False
+    """
+    still = [module for module in model.modules() if not module.training] if model.training else []
+    model.train()  # which a model may have changed, to hold some layers in evaluation mode
+    for module in still:
+        module.training = False
+    return model
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """While it lasts the model is in evaluation mode; afterwards every layer is in its own."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _widen(model: nn.Module, dtype: torch.dtype) -> None:

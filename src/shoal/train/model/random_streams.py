@@ -29,7 +29,8 @@ class RandomStreams:
             for name, module in model.named_modules()
             if name and not name.startswith(inside)
         ]
-        self._drawn = False
+        self.drawn = False
+        """Whether a forward pass or the loss has drawn, as far as this worker has seen."""
         self._state: list[torch.Tensor] | None = None
         """Where generators stood a moment ago; None before the first step."""
         self.watching = True
@@ -51,7 +52,7 @@ class RandomStreams:
 
     def decide(self, world: World) -> None:
         """The first step is over, and everybody is here: streams by module stay if anybody has drawn."""
-        self.go_on(bool(world.gather_numbers([float(self._drawn)]).any()))
+        self.go_on(bool(world.gather_numbers([float(self.drawn)]).any()))
 
     @property
     def by_module(self) -> bool | None:
@@ -68,8 +69,8 @@ class RandomStreams:
         self._decided = by_module
 
     def _note(self) -> None:
-        if not self._drawn and self._state is not None:
-            self._drawn = any(not torch.equal(a, b) for a, b in zip(self._state, _generators(), strict=True))
+        if not self.drawn and self._state is not None:
+            self.drawn = any(not torch.equal(a, b) for a, b in zip(self._state, _generators(), strict=True))
 
     def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
         def begin(module: nn.Module, inputs: object) -> None:

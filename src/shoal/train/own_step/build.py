@@ -18,6 +18,7 @@ from shoal.optimizer import check_trainable
 from shoal.plan.check import check_device, check_text, promise_of
 from shoal.report.meter import Meter
 from shoal.report.spans import Spans
+from shoal.report.words import Words
 from shoal.train.balancing.balance_rules import balance_of
 from shoal.train.build import make_feed, open_data, open_mesh, prepare_layers, reconcile_buffers
 from shoal.train.model.buffer_rules import words_for
@@ -30,7 +31,7 @@ from shoal.train.own_step.check import check_own_step
 from shoal.train.own_step.exchange_by_model import ExchangeByModel
 from shoal.train.own_step.models import Models, make_models
 from shoal.train.record import Recorder
-from shoal.train.rules import check_numbers
+from shoal.train.rules import check_layers, check_numbers
 from shoal.train.run_config import RunConfig
 from shoal.train.step_context import StepContext
 from shoal.train.technique import precision
@@ -66,6 +67,8 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
     presence = prepare_layers(config, models, mesh, find_blocks(models))
     streams = RandomStreams(models, (), config.seed)
     spans = Spans()
+    said = Words(mesh)
+    check_layers(models, plan, make_feed(config, plan, mesh))
     made = ExchangeByModel(
         models, {n: _make_exchange(config, plan, mesh, models, n, spans) for n in config.optimizers}
     )
@@ -84,7 +87,8 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
         streams=streams,
         presence=presence,
         buffers=None,
-        watch=reconcile_buffers(config, plan, mesh, models, words_for(models, config.buffers))[1],
+        watch=reconcile_buffers(config, plan, mesh, models, words_for(models, config.buffers), said)[1],
+        said=said,
         learning=TrainedSet(models, str(plan), HookRules(str(plan), 1, ""), True, World.alone()),
         split_loss=None,
         gather=Gather(mesh.data, _NO_GATHER, fills=True, counts=lambda: presence.counts),

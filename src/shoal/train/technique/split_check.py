@@ -17,14 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.data.batch import Batch, length
+from shoal.errors import ConfigError
 from shoal.seeds import generators_kept
 from shoal.torch_private import tree_leaves, tree_map
 from shoal.train.technique.loss import Loss, as_sum_and_count
 
 _ROUNDING = 2e-4
 """Relative. Losses that are cut are computed in float64, but a loss may go through float32."""
+
+_OUTPUTS = 1e-3
+"""Relative to the largest. Outputs of two batch sizes are computed by other kernels, in the model's own format."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -55,12 +60,116 @@ class FirstLoss:
         self.given = given
         self.plain = plain or given
         self.first: FirstCall | None = None
+        self.learned: list[nn.Parameter] = []
+        """Parameters that its gradient reaches, of whatever module."""
 
     def __call__(self, output: object, batch: Batch) -> Any:
-        returned = self.given(output, batch)
+        try:
+            returned = self.given(output, batch)
+        except (TypeError, AttributeError):
+            if isinstance(batch, torch.Tensor) or not _is_of_torch(self.plain):
+                raise
+            name = getattr(self.plain, "__name__", type(self.plain).__name__)
+            raise ConfigError(
+                f"loss= is torch's {name}, which takes a target, and here it is called with (output, batch), where the "
+                f"batch is a {type(batch).__name__}; give loss=lambda output, batch: {name}(output, batch[1]), or "
+                "whichever part of the batch is the target."
+            ) from None
         if self.first is None and torch.is_grad_enabled():
             self.first = FirstCall(output, batch, isinstance(returned, torch.Tensor))
+            self.learned = list(parameters_behind(returned))
         return returned
+
+
+def _is_of_torch(loss: Loss) -> bool:
+    return (getattr(loss, "__module__", "") if callable(loss) else "").startswith("torch.")
+
+
+def parameters_behind(returned: Any) -> Iterator[nn.Parameter]:
+    """The parameters that the gradient of what a loss returned reaches."""
+    waiting = [leaf.grad_fn for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+def couples(model: Callable[[Batch], Any], call: FirstCall, whole: Any, put_back: Callable[[], None]) -> bool:
+    """Whether the output for some samples depends on which others are in the batch.
+
+    `whole`: what the model made of all samples. It runs without gradients; `put_back` brings it to its state again.
+    """
+    n = length(call.batch)
+    if n < 2:
+        return False
+    try:
+        some = part(call.batch, n, 0, n // 2)
+
+        def differ(whole: Any) -> bool:
+            state = standing()[1:]  # torch's are set as modules begin
+            made = model(some)
+            if state != standing()[1:]:
+                raise CannotSplit
+            return not _alike(part(whole, n, 0, n // 2), made)
+
+        if not differ(whole):
+            return False
+        # It may remember something from pass to pass: so once more, both from one state.
+        put_back()
+        again = model(call.batch)
+        put_back()
+        return differ(again)
+    except Exception:  # a model that fails on half a batch has said nothing
+        return False
+
+
+def samples_meet_in(n: int) -> str:
+    """What to say of a model in which they do."""
+    return (
+        f"shoal: the model gives other outputs for {n // 2} samples than for the same among {n}: samples of a batch "
+        "act on each other, as in x - x.mean(0), and each worker and micro-batch sees its own only. Normalise within "
+        "each sample, or see all with run.gather; for batch normalisation there is batchnorm='sync'."
+    )
+
+
+def can_split(batch: Batch) -> bool:
+    """Whether a batch can be cut in two."""
+    n = length(batch)
+    try:
+        part(batch, n, 0, n // 2)
+    except CannotSplit:
+        return False
+    return n > 1
+
+
+def same_rows(whole: Any, half: Any, n: int) -> bool:
+    """Whether the first half of an output of `n` samples is the other output; also where that cannot be told."""
+    try:
+        return _alike(part(whole, n, 0, n // 2), half)
+    except CannotSplit:
+        return True
+
+
+def _alike(one: Any, other: Any) -> bool:
+    mine, theirs = (
+        [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        for tree in (one, other)
+    )
+    if [t.shape for t in mine] != [t.shape for t in theirs] or any(t.dtype in _HALF for t in mine):
+        raise CannotSplit
+    return all(
+        bool(((a - b).abs() <= _OUTPUTS * a.abs().max()).all())
+        if a.is_floating_point()
+        else bool((a == b).all())
+        for a, b in zip(mine, theirs, strict=True)
+        if a.numel()
+    )
 
 
 @contextmanager
@@ -75,7 +184,7 @@ def unseen() -> Iterator[None]:
         np.random.set_state(words)
 
 
-def _standing() -> tuple[object, ...]:
+def standing() -> tuple[object, ...]:
     """Where the global generators stand."""
     legacy: Any = np.random.get_state()
     words = (legacy[1].tobytes(), *legacy[2:]) if isinstance(legacy, tuple) else repr(legacy)
@@ -127,9 +236,9 @@ def _evaluator(
 
     def evaluate(start: int, stop: int) -> Sums:
         mine = part(batch, n, start, stop)
-        state = _standing()
+        state = standing()
         returned = loss(part(output, n, start, stop) if model is None else model(mine), mine)
-        if state != _standing():
+        if state != standing():
             raise CannotSplit  # what it draws is another thing each time
         total, count = as_sum_and_count(returned, mine)
         return float(total), count
