@@ -1,0 +1,134 @@
+"""A session: an engine, and the tables that are read with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shoal.data.flow.engine import Engine, Table, is_spark
+from shoal.data.flow.errors import running
+from shoal.data.flow.flow import Flow
+from shoal.data.flow.inputs import find_inputs
+from shoal.data.flow.on_duckdb import DuckDB
+from shoal.data.flow.on_spark import Spark
+from shoal.data.flow.sql import with_views
+from shoal.data.store.arrow import arrow
+from shoal.data.store.place import LocalPlace, open_place
+from shoal.data.store.store import Store
+from shoal.errors import ConfigError
+from shoal.table import did_you_mean
+from shoal.urls import hide
+
+
+class Session:
+    """An engine, and the tables that are read with it. Close it, or use it in a `with`.
+
+    >>> import pyarrow as pa
+    >>> from shoal.data.flow import _
+    >>> with session() as data:
+    ...     data.rows(pa.table({"x": [1, 2, 3]})).filter(_.x > 1).count()
+    2
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._views = 0
+
+    def read(self, url: str | Path, kind: str | None = None, schema: Mapping[str, str] | None = None) -> Flow:
+        """A table of files: Parquet, CSV, JSON lines, a store, or `hive://database.table`.
+
+        `kind`: "parquet", "csv" or "json", where names of files do not tell. `schema`: columns and types that there
+        have to be.
+        """
+        text = str(url)
+        if text.startswith("hive://"):
+            with running(f"reading {text}"):
+                table = self.engine.hive(text.removeprefix("hive://"))
+            return Flow(self.engine, _checked(table, schema, text), ({"url": text},))
+        if kind is None and _is_store(text):
+            return self._read_store(text)
+        inputs = find_inputs(text, kind)
+        inputs.check_alike()
+        with running(f"reading {hide(text)}"):
+            table = self.engine.read(list(inputs.files), inputs.kind, self._view("read"))
+
+        found = _checked(table, schema, text)
+        return Flow(self.engine, found, tuple(inputs.facts()), self.engine.keeps_order)
+
+    def rows(self, table: Any) -> Flow:
+        """A table of an Arrow table."""
+        made = self.engine.arrow(table, self._view("rows"))
+        return Flow(self.engine, made, ({"rows": table.num_rows},), self.engine.keeps_order)
+
+    def sql(self, query: str) -> Flow:
+        """A query; what it reads stands in quotes: select kind, count(*) from 'events/*.parquet' group by kind."""
+        text, flows = with_views(query, self.read)
+        with running("the query"):
+            table = self.engine.sql(text)
+        return Flow(self.engine, table, tuple(fact for flow in flows for fact in flow.inputs))
+
+    def close(self) -> None:
+        """End the engine, and remove what it has left on the disk."""
+        self.engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_store(self, url: str) -> Flow:
+        store = Store(url)
+        made = self.engine.arrow(arrow().Table.from_batches(store.record_batches()), self._view("store"))
+        facts = {
+            "url": hide(url),
+            "version": store.version,
+            "files": [file.digest for file in store.manifest.files],
+        }
+        return Flow(self.engine, made, (facts,), self.engine.keeps_order)
+
+    def _view(self, kind: str) -> str:
+        self._views += 1
+        return f"{kind}_{self._views}"
+
+
+def session(
+    engine: str = "duckdb", memory: str | None = None, threads: int | None = None, spill: str | None = None
+) -> Session:
+    """A session of an engine: "duckdb", or Spark as "spark", "local[2]" or "spark://host:7077".
+
+    `memory`: a limit such as "2GB"; beyond it the engine spills to `spill`, by default the folder for temporary files.
+    """
+    if is_spark(engine):
+        return Session(Spark(engine, memory, spill))
+    if engine != "duckdb":
+        raise ConfigError(f"engine='{engine}'; it is duckdb, spark, local[2] or spark://host:7077.")
+    return Session(DuckDB(memory, threads, spill))
+
+
+def read(url: str | Path, kind: str | None = None) -> Flow:
+    """A table of files, on a DuckDB of its own."""
+    return session().read(url, kind)
+
+
+def _is_store(url: str) -> bool:
+    if any(sign in url for sign in "*?["):
+        return False
+    if "://" in url and not url.startswith("file://"):
+        return url.endswith("/") and bool(open_place(url).versions())
+    return bool(LocalPlace(Path(url.removeprefix("file://"))).versions())
+
+
+def _checked(table: Table, schema: Mapping[str, str] | None, url: str) -> Table:
+    """Refuse a table that is not what the flow was written for."""
+    for name, kind in (schema or {}).items():
+        if name not in table.columns:
+            raise ConfigError(f"{hide(url)} lacks column '{name}'{did_you_mean(name, table.columns)}")
+        found = str(table.schema()[name])
+        if found != kind:
+            raise ConfigError(f"column '{name}' of {hide(url)} is {found}, and the flow expects {kind}.")
+    return table
