@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from each import each
+
 SOURCE = Path(__file__).parents[1] / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -123,7 +125,7 @@ def test_the_levels_are_those_that_people_read() -> None:
     assert [tuple(line.split()) for line in reversed(drawn)] == list(LEVELS)
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_imports_go_down(file: Path) -> None:
     mine = part_of(file)
     if mine in FACE:
@@ -166,7 +168,7 @@ def room_of(file: Path) -> str:
     return file.relative_to(SOURCE / part_of(file)).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in INNER_LEVELS], ids=name_of)
+@each([f for f in FILES if part_of(f) in INNER_LEVELS])
 def test_imports_inside_a_folder_go_down(file: Path) -> None:
     part = part_of(file)
     levels = {room: height for height, rooms in enumerate(INNER_LEVELS[part]) for room in rooms}
@@ -182,7 +184,7 @@ def test_imports_inside_a_folder_go_down(file: Path) -> None:
         assert low < high or within, f"{name_of(file)}:{line}: {part}/{mine} may not import {part}/{theirs}"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in SEEN_BY], ids=name_of)
+@each([f for f in FILES if part_of(f) in SEEN_BY])
 def test_a_folder_enters_only_the_rooms_it_may(file: Path) -> None:
     if name_of(file) in ALLOWED:
         return
@@ -248,7 +250,7 @@ def _is_environment(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "environ"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) != "world"], ids=name_of)
+@each([f for f in FILES if part_of(f) != "world"])
 def test_only_world_reads_rank_variables(file: Path) -> None:
     found = list(environment_reads(tree_of(file)))
     assert not found, f"{name_of(file)} reads {found}; ask shoal.world.launch instead"
@@ -277,7 +279,7 @@ MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 MAKERS = ("dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "WeakValueDictionary")
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_no_global_state(file: Path) -> None:
     """A dict or list at the top of a module is a table, written in capitals and never changed."""
     for node in tree_of(file).body:
@@ -300,7 +302,7 @@ def test_no_global_state(file: Path) -> None:
             assert fixed, f"{name_of(file)}:{node.lineno}: {name} is global state; pass it instead"
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_no_global_statement(file: Path) -> None:
     lines = [node.lineno for node in ast.walk(tree_of(file)) if isinstance(node, ast.Global)]
     assert not lines, f"{name_of(file)}: `global` at lines {lines}"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from each import each
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shoal"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -31,12 +33,12 @@ def length(file: Path) -> int:
     return len(file.read_text().splitlines())
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_files_are_short(file: Path) -> None:
     assert length(file) <= FILE_LINES, f"{name_of(file)} has {length(file)} lines; split it by idea"
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_functions_are_short(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -67,13 +69,13 @@ def test_the_step_is_short() -> None:
     assert length(SOURCE / "train" / "step.py") <= STEP_LINES
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_every_module_says_what_it_is(file: Path) -> None:
     doc = ast.get_docstring(ast.parse(file.read_text()))
     assert doc, f"{name_of(file)} has no docstring"
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_the_face_takes_no_unnamed_options(file: Path) -> None:
     """`**kwargs` hides what a function takes; torch's own protocols are the only ones that need it."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -98,7 +100,7 @@ def packed_in(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@each(FILES)
 def test_attributes_are_assigned_one_per_line(file: Path) -> None:
     packed = packed_in(file)
     assert not packed, "one attribute per line:\n" + "\n".join(packed)

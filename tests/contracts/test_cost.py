@@ -45,7 +45,7 @@ FRAMES = 4096
 """Bytes of all that a worker asks of servers in a step, besides gradients: these vary with the numbers in them."""
 STEPS = 4
 WIDTH = 320
-LENGTH = 48
+LENGTH = 16
 """Positions of a sample: enough that activations weigh something."""
 
 

@@ -9,30 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import finish
+from warm import Command
 
 from shoal.report import last_pass, read_events
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SHOAL = [sys.executable, "-m", "shoal"]
+SHOAL = ["-m", "shoal"]
 
 
 def call(folder: Path, *command: str) -> str:
-    """Run a command in a folder of its own; its output, or a failure that shows it."""
+    """Run `python ...` in a folder of its own; its output, or a failure that shows it."""
     clean = {k: v for k, v in os.environ.items() if not re.match(r"(SHOAL_|RANK$|WORLD_SIZE$|LOCAL_)", k)}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, (
-        f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    )
-    return done.stdout
+    done = finish(Command(folder, clean | {"OMP_NUM_THREADS": "1"}, command))
+    assert done.code == 0, f"{' '.join(command)} ended with {done.code}:\n{done.out}\n{done.err}"
+    return done.out
 
 
 def losses(output: str) -> list[float]:
@@ -41,7 +33,7 @@ def losses(output: str) -> list[float]:
 
 def test_first_alone_and_with_two_workers(tmp_path: Path) -> None:
     script = str(EXAMPLES / "first.py")
-    alone = losses(call(tmp_path, sys.executable, script))
+    alone = losses(call(tmp_path, script))
     shared = losses(call(tmp_path, *SHOAL, "run", "--workers", "2", script))
     assert len(alone) == 3
     assert alone[-1] < 0.5 * alone[0]
@@ -69,7 +61,7 @@ def test_the_demo_trains(demo: Path) -> None:
 
 
 def test_compare_says_that_losses_are_the_same(demo: Path) -> None:
-    said = call(demo, sys.executable, str(EXAMPLES / "compare.py"), "demo/log", "demo/zero2")
+    said = call(demo, str(EXAMPLES / "compare.py"), "demo/log", "demo/zero2")
     assert "the same losses" in said
     assert "3 steps" in said
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from multiprocessing import forkserver
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.testing.spawn import PRELOADED, warm
+from shoal.testing.spawn import preload
 from shoal.testing.toys import Toy, classify
 
 
@@ -51,7 +50,4 @@ HUB = {
 
 def load_for_workers() -> None:
     """Let workers be forked from a process that has these models: else each takes four seconds to import them."""
-    files = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
-    warm().set_forkserver_preload([*PRELOADED, *files])
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    forkserver.ensure_running()
+    preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")))

@@ -183,6 +183,7 @@ def test_too_many_workers_for_the_batch_start_nobody(tmp_path: Path, named: str)
     assert [path.name for path in tmp_path.glob("rank-*")] == ["rank-0"], "only the dry run was"
 
 
+@pytest.mark.all_only  # the sentence is tested under `shoal run`, and what torchrun shows of one in test_bad_input.py
 def test_too_many_workers_under_torchrun(tmp_path: Path) -> None:
     script = write(tmp_path, "run = shoal.Run(**{**settings, 'global_batch': 1})\n")
     done = torchrun(tmp_path, script)

@@ -233,11 +233,13 @@ def _losses(log: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["shared", "zero2"])
-def test_two_hosts_of_two_workers_train_as_one_process(tmp_path: Path, strategy: str) -> None:
+def test_two_hosts_of_two_workers_train_as_one_process(
+    tmp_path: Path, strategy: str, everything: bool
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with make_hosts(2) as hosts:
-        fresh = strategy == "zero2"  # one of the two in an interpreter that begins on its host
+        fresh = everything and strategy == "zero2"  # one of the two in an interpreter that begins on its host
         started = [_start(hosts, host, strategy, tmp_path / "two", script, fresh) for host in range(2)]
         try:
             outputs = [process.communicate(timeout=90) for process in started]

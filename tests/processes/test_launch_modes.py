@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import fresh, losses, python, shoal, torchrun, write
+from commands import start as warm
 
 TRAIN = """
 run = shoal.Run(**settings, precision="fp64", accumulate=2 // int(os.environ.get("WORLD_SIZE", "1")))
@@ -16,11 +17,12 @@ print(f"rank {run.world.rank} of {run.world.size} {step.loss!r} {len(run.state_d
 """
 
 
-def test_three_ways_to_start_one_script(tmp_path: Path) -> None:
+def test_three_ways_to_start_one_script(tmp_path: Path, everything: bool) -> None:
+    start = fresh if everything else warm
     script = write(tmp_path, TRAIN)
     found = {}
     for name, begin in (
-        ("python", lambda: python(tmp_path, script, start=fresh)),
+        ("python", lambda: python(tmp_path, script, start=start)),
         (
             "shoal",
             lambda: shoal(
@@ -33,10 +35,10 @@ def test_three_ways_to_start_one_script(tmp_path: Path) -> None:
                 "--output",
                 "all",
                 script,
-                start=fresh,
+                start=start,
             ),
         ),
-        ("torchrun", lambda: torchrun(tmp_path, script, start=fresh)),
+        ("torchrun", lambda: torchrun(tmp_path, script, start=start)),
     ):
         done = begin()
         assert done.code == 0, done.err

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import fresh, shoal
+from commands import shoal
 
 sys.path.append(str(Path(__file__).parents[1] / "programs"))
 
 from table import STRATEGIES, command, launches, parse, read_page
 
 from programs import PROGRAMS
+from shoal.testing.spawn import preload
 
 DONE = {"EQUAL", "CONVERGES", "refused"}
 THIRD = 3
@@ -33,13 +34,18 @@ def test_no_cell_is_ran_and_not_compared() -> None:
     assert len(PROGRAMS) >= 40
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _models_are_loaded() -> None:
+    preload("transformers.models.gpt2.modeling_gpt2")
+
+
 @pytest.mark.parametrize("column", STRATEGIES)
 def test_programs(column: str, tmp_path: Path, everything: bool) -> None:
     page = read_page()
     names = [name for name in PROGRAMS if due(column, name, everything)]
     found = {}
     for some in launches(column, names):
-        done = shoal(tmp_path, *command(column, some), start=fresh)  # compilers want a process of their own
+        done = shoal(tmp_path, *command(column, some))
         found.update(parse(done.out + done.err))
         assert done.code == 0 or (len(some) == 1 and page[some[0], column][0] == "refused"), done.err
     assert found == {name: page[name, column] for name in names}

@@ -19,7 +19,10 @@ import torch
 from warm import Command
 
 HERE = Path(__file__).parent
-STEPS, PAUSE = 700, 0.02
+PAUSE = 0.02
+KILLS, STEPS = 10, 350
+ALL_KILLS, ALL_STEPS = 50, 700
+"""With `--all`."""
 
 
 class Job:
@@ -77,9 +80,9 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, everything: bool) -> Job:
     """ddp, so that it is shown too that a parameter server computes what ddp does."""
-    job = Job(tmp_path_factory.mktemp("jobs") / "ddp", STEPS, 0.0, "ddp")
+    job = Job(tmp_path_factory.mktemp("jobs") / "ddp", ALL_STEPS if everything else STEPS, 0.0, "ddp")
     job.end()
     return job
 
@@ -99,10 +102,10 @@ def compare(job: Job, undisturbed: Job) -> None:
         assert torch.equal(job.parameters()[name], value), name
 
 
-@pytest.mark.parametrize("wanted", [20, pytest.param(50, marks=pytest.mark.all_only)])
-def test_servers_are_killed(tmp_path: Path, undisturbed: Job, wanted: int) -> None:
+def test_servers_are_killed(tmp_path: Path, undisturbed: Job, everything: bool) -> None:
+    wanted = ALL_KILLS if everything else KILLS
     draw, kills, last = random.Random(1), 0, 0
-    job = Job(tmp_path / "ps", STEPS, PAUSE, "ps(servers=3)")
+    job = Job(tmp_path / "ps", undisturbed.steps, PAUSE, "ps(servers=3)")
     while kills < wanted and job.running():
         status = job.status()
         servers = job.children("shoal-server")

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import current_process
+from multiprocessing.process import AuthenticationString
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ class _Start:
         tempfile.tempdir = None  # as the new environment says
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # A script may have children of its own; that it is ended with the tests is for the tests to know.
-        current_process()._config.clear()  # type: ignore[attr-defined]
+        config = current_process()._config  # type: ignore[attr-defined]
+        config.clear()
+        config.update(authkey=AuthenticationString(os.urandom(32)), semprefix="/mp")  # as of a main process
         code = _run(self.command)
         sys.stdout.flush()
         os._exit(code)

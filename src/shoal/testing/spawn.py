@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -44,9 +45,20 @@ class SpawnError(AssertionError):
 def warm() -> ForkServerContext:
     """Processes of this context are forked from one that has imported what most of them need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    if not set(PRELOADED) <= set(forkserver._forkserver._preload_modules):  # type: ignore[attr-defined]
+        context.set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return context
+
+
+def preload(*modules: str) -> None:
+    """Let processes from now on be forked from one that has imported these too: else each imports them anew."""
+    known: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if not set(modules) <= set(known):
+        wanted = dict.fromkeys([*PRELOADED, *known, *modules])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(wanted))
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        forkserver.ensure_running()
 
 
 def spawn(
