@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("plan",),
     ("train",),
-    ("cluster", "testing", "dashboard"),
+    ("cluster", "testing"),
     ("selftest", "doctor"),
     ("cli",),
 )

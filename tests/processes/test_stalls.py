@@ -69,7 +69,7 @@ def test_a_worker_that_hangs_is_named_and_ends_the_run(tmp_path: Path, strategy:
     told = re.search(WHO + r"has not moved for \d+ s: step 21, forward and backward.*", done.err)
     assert told is not None, done.err
     assert "Worker 0 waits." in told[0]
-    assert "the run ends after 3 s (--hang-limit)" in told[0]
+    assert "it is taken for lost after 3 s (--hang-limit)" in told[0]
     ended = re.search(WHO + r"hangs, for \d+ s now: step 21, forward and backward\. .*", done.err)
     assert ended is not None, done.err
     assert "Nothing was saved" in ended[0]

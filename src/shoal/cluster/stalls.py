@@ -3,7 +3,7 @@
 A worker that hangs makes all others wait in the step's collectives, so most of those that do not move are its victims.
 The culprit is the one that is stopped, or whose Python stack is not in code that waits for others.
 
-| a worker has been still | it is said after | the run ends after |
+| a worker has been still | it is said after | it is taken for lost after |
 |---|---|---|
 | stopped by a signal, anywhere | 10 s | `--hang-limit` |
 | in forward, backward or update, its loop's first step apart | 10 s, or 3 times its usual step | `--hang-limit` |
@@ -198,7 +198,7 @@ class Stalls:
         else:
             return " It is waited for; Ctrl-C ends the run."
         if self._hang_limit:
-            said += f" If it does not move, the run ends after {self._hang_limit:g} s (--hang-limit)."
+            said += f" If it does not move, it is taken for lost after {self._hang_limit:g} s (--hang-limit)."
         return said
 
     def _failure(self, one: Watched) -> WorkerFailed:

@@ -44,7 +44,6 @@ STEP = Kind(
         "lr": "number?",
         "grad_norm": "number?",
         "skipped": "bool",
-        "between": "number",
         "time": "number",
     },
     {"metrics": "object"},

@@ -29,7 +29,6 @@ from shoal.train.technique.journal import Header, Journal
 from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import StopRequest
-from shoal.train.watch.watch import Watch
 from shoal.types import StepReport
 from shoal.world.launch import Again
 from shoal.world.progress_page import Phase, ProgressPage
@@ -61,8 +60,6 @@ class Loop:
     finishing: str = ""
     """The file by which our launcher learns that a signal is obeyed later."""
     calls: Calls = field(default_factory=Calls)
-    watch: Watch | None = None
-    """What looks after the run between two steps; None: nobody."""
     state: StateFile | None = None
     """Where this rank says what it is doing; None: nowhere."""
     again: Again = field(default_factory=Again)
@@ -157,7 +154,13 @@ class Loop:
                     schedule.after_step(report.loss, ended, report.skipped and not work.loss_is_local)
                     if not report.skipped or work.loss_is_local:
                         schedule.catch_up(report.number - view.step - 1)
-                self._tell(report)
+                change = context.balancing.after(report)
+                journal.step(report)
+                if self.foresight is not None and (off := self.foresight.after(report)):
+                    journal.say(off)
+                if change is not None:
+                    journal.change(str(change), change.facts())
+                journal.servers(context.exchange.servers)
                 self._enter_body(progress, report.number, last)
                 yield report
                 if self._after_body(progress, stop):
@@ -170,22 +173,9 @@ class Loop:
             journal.servers(context.exchange.servers, last=True)
             self._say_what_was_missed(progress)
         finally:
-            self._boundary.step = 0
+            self._leave_body(progress)
             context.balancing.close()
             journal.close(progress.step)
-
-    def _tell(self, report: StepReport) -> None:
-        """A step is over: into the journal with it, and with what has been found by watching. Collective."""
-        context, journal = self.context, self.journal
-        change = context.balancing.after(report)
-        journal.step(report)
-        if self.watch is not None:
-            self.watch.after(report, journal)
-        if self.foresight is not None and (off := self.foresight.after(report)):
-            journal.say(off)
-        if change is not None:
-            journal.change(str(change), change.facts())
-        journal.servers(context.exchange.servers)
 
     def _take(self, view: StepView) -> StepReport:
         """One step; after a restart also the words that belong to it."""
@@ -202,13 +192,14 @@ class Loop:
         self._boundary.due = self.context.exchange.work.saves and self.checkpoints.due(step, last)
         self._boundary.saved = self._save(progress, step) if self._boundary.due else None
         self._boundary.step = step
+        progress.answers.enter_body()
 
     def _after_body(self, progress: Progress, stop: StopRequest) -> bool:
         """The user's loop has come back: save what it has decided, obey a signal; whether it stops early."""
         self.page.enter(Phase.EXCHANGING)  # until the next step is given to this worker
         step = self._boundary.step
         self._save_decided(progress)
-        self._boundary.step = 0
+        self._leave_body(progress)
         if stop.reached(step):
             self._leave(progress, stop)
         early = progress.early_stop
@@ -217,6 +208,10 @@ class Loop:
         if early is not None and early.stopped:
             self.journal.say(f"early stop after step {step}: {early.reason}")
         return early is not None and early.stopped
+
+    def _leave_body(self, progress: Progress) -> None:
+        self._boundary.step = 0
+        progress.answers.inside = False
 
     def _snapshot(self, progress: Progress, step: int) -> None:
         """In memory, after the loop's body: whoever goes on from there does not do it again."""
@@ -273,6 +268,8 @@ class Loop:
 
     def _say_nothing_is_left(self, goal: Goal, progress: Progress) -> None:
         early = progress.early_stop
+        if self.again.times and not self.page.back:
+            return  # the script comes by again on its way to where it was
         if goal.reached(progress.step):
             if progress.step:
                 asked = f"{goal.steps} were" if goal.steps is not None else f"{goal.epochs:g} epochs were"

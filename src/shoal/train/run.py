@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.config import as_type, parse_strategy
+from shoal.config import parse_strategy
 from shoal.data.source import Source, doubts
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
 from shoal.plan.automatic import NAME
 from shoal.report.state import StateFile
-from shoal.table import did_you_mean
 from shoal.train.answer_dry_run import answer
 from shoal.train.build import build
 from shoal.train.calls.calls import Calls
@@ -38,7 +37,7 @@ from shoal.train.planning.answer_plan import answer_plan
 from shoal.train.planning.profile_work import key_of
 from shoal.train.planning.settle_plan import settle_plan
 from shoal.train.planning.watch import Foresight
-from shoal.train.run_config import RunConfig, adopt_loader
+from shoal.train.run_config import RunConfig, adopt_loader, apply_overrides
 from shoal.train.server_setup import meets_at_servers
 from shoal.train.state.checkpoint_config import CheckpointConfig
 from shoal.train.state.checkpoints import BEST, Checkpoints
@@ -47,7 +46,6 @@ from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_bet
 from shoal.train.technique.gradients import OnGradients, check_gradients
 from shoal.train.technique.journal import Header, check_values
 from shoal.train.technique.metrics import Metric
-from shoal.train.watch.watch import Watch
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
@@ -75,7 +73,7 @@ class Run(RunConfig):
     def __post_init__(self) -> None:
         launch = from_environment()
         end_in_one_sentence(launch.rank)
-        self._steps_override = self._apply(launch.overrides)
+        self._steps_override = apply_overrides(self, launch.overrides)
         said = adopt_loader(self)
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
@@ -174,7 +172,6 @@ class Run(RunConfig):
             self.schedule_every,
             launch.finishing,
             self._calls,
-            Watch(self._context, self.check_replicas),
             self._state,
             launch.again,
             self._foresight,
@@ -228,13 +225,16 @@ class Run(RunConfig):
 
         Every rank calls it. If their metrics differ, all take the mean.
         """
-        scheduler = self._progress.scheduler
+        scheduler, answers = self._progress.scheduler, self._progress.answers
+        if answers.known("run.schedule_step") is not None:
+            return
         if scheduler is None:
             why = "call it after a step" if self.schedule is not None else "give Run schedule="
             raise ConfigError(f"run.schedule_step: there is no schedule to move; {why}.")
         with self._calls.together("run.schedule_step"):
             agreed = None if metric is None else self._context.agree(metric, "run.schedule_step")
         scheduler.step(agreed)
+        answers.note("run.schedule_step", True)
         self._loop.decided(self._progress)
 
     def log(  # type: ignore[override, misc]  # likewise
@@ -245,11 +245,18 @@ class Run(RunConfig):
         `reduce`: "none" writes rank 0's values; "mean" and "sum" are over all ranks, all of which call it. So do all
         for the value that early_stop= watches.
         """
-        early = self._progress.early_stop
+        early, answers = self._progress.early_stop, self._progress.answers
         watched = early.rule.watch if early is not None else None
         meets = reduce != "none" or watched in values
+        known: dict[str, Value] | None = answers.known("run.log") if meets else None
+        if known is not None:
+            return known
         with self._calls.together("run.log") if meets else nullcontext():
             found = self._context.reduce(check_values(values), reduce, watched)
+        if meets:
+            answers.note("run.log", found)
+        elif answers.replays:
+            return found  # it is in the log
         self._loop.journal.log(self._progress.step, found)
         if early is not None and watched in found:
             early.observe(watched, float(found[watched]), self._progress.step)
@@ -263,6 +270,10 @@ class Run(RunConfig):
         knows its value.
         """
         check_mode("run.best", mode)
+        answers = self._progress.answers
+        known: bool | None = answers.known(f"run.best({name!r})")
+        if known is not None:
+            return known
         with self._calls.together(f"run.best({name!r})"):
             value = self._context.agree(value, "run.best")
         progress = self._progress
@@ -277,6 +288,7 @@ class Run(RunConfig):
             )
         better = is_better(value, None if before is None else before.value, mode)
         progress.best = Best(name, value, mode, progress.step) if better else before
+        answers.note(f"run.best({name!r})", better)
         if better:
             self._checkpoints.begin(BEST, replace(progress))
         return better
@@ -292,11 +304,14 @@ class Run(RunConfig):
 
         `weights`: "ema" or "swa" measures the average that the run keeps.
         """
-        measures, context = metrics or {}, self._context
+        measures, context, answers = metrics or {}, self._context, self._progress.answers
+        what = describe(data, measures, weights)
+        if (known := answers.known(what)) is not None:
+            return Evaluation(*known)
         given = data.batch_size if isinstance(data, DataLoader) else context.loader.feed.global_batch
         phase = f"in run.evaluate after step {self._progress.step}"
         with (
-            self._calls.together(describe(data, measures, weights)),
+            self._calls.together(what),
             noting(
                 self.world.rank,
                 phase,
@@ -304,7 +319,9 @@ class Run(RunConfig):
             ),
             context.averages.in_place(weights),
         ):
-            return evaluate(context, data, measures, batch)
+            found = evaluate(context, data, measures, batch)
+        answers.note(what, [found.loss, found.count, found.metrics])
+        return found
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all workers, in the order of the global batch: for a loss that compares samples with each other.
@@ -320,8 +337,11 @@ class Run(RunConfig):
             return  # what the servers hold is one state, and one worker writes it
         path = Path(name)
         elsewhere = len(path.parts) > 1 and not self._rehearsal
+        if self._progress.answers.known(f"run.save({name!r})") is not None:
+            return  # it was written then
         with self._calls.together(f"run.save({name!r})"):
             self._checkpoints.save(path.name, self._progress, path.parent if elsewhere else None)
+        self._progress.answers.note(f"run.save({name!r})", True)
 
     def state_dict(self, weights: str | None = None) -> dict[str, torch.Tensor]:
         """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it.
@@ -341,24 +361,6 @@ class Run(RunConfig):
             self.copies,
             self.checkpoint_failures,
         )
-
-    def _apply(self, overrides: Mapping[str, Value]) -> int | str | None:
-        """What --strategy, --set and --steps say; they win over the script."""
-        hints = get_type_hints(type(self))
-        settable = {f.name for f in dataclasses.fields(self) if f.name not in _NOT_SETTABLE}
-        for key, value in overrides.items():
-            if key == "steps":
-                continue
-            if key not in settable:
-                raise ConfigError(
-                    f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}"
-                )
-            try:
-                setattr(self, key, as_type(value, hints[key]))
-            except TypeError as wanted:
-                raise ConfigError(f"--set {key}={value}: it should be {wanted}.") from None
-        steps = overrides.get("steps")
-        return str(steps) if isinstance(steps, float) else steps
 
     def _header(self) -> Header:
         """What the event log begins with."""
@@ -438,9 +440,3 @@ def _log_folder(config: RunConfig) -> Path | None:
     if config.log == "auto":
         return Path(config.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
     return Path(config.log)
-
-
-_NOT_SETTABLE = {
-    *("model", "loss", "optimizer", "models", "optimizers", "step", "penalty", "metrics"),
-    *("data", "inputs", "collate", "tensor_rules", "columns", "sampler", "worker_init_fn"),
-}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shoal.config import as_type
 from shoal.data.batch import Batch, Collate, Inputs
 from shoal.data.columns import Columns
 from shoal.data.dataloader import WorkerInit, loader_parts
@@ -16,12 +18,14 @@ from shoal.data.sampler import Sampler
 from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
+from shoal.table import did_you_mean
 from shoal.train.model.buffer_rules import BufferWords, check_words
 from shoal.train.model.make import MODEL, MakeModel
 from shoal.train.technique.learning_rate import MakeScheduler
 from shoal.train.technique.loss import Loss
 from shoal.train.technique.metrics import Metric
 from shoal.train.technique.penalty import Penalty
+from shoal.types import Value
 
 Step = Callable[[Any, Batch], Any]
 """(ctx, batch) -> None, or metrics by name; `ctx` is a `shoal.OwnStep`."""
@@ -118,9 +122,6 @@ class RunConfig:
     """Called with its number in each loader process when it starts."""
     on_nan: str = "stop"
     """What a non-finite loss does: "stop", or "skip" that step."""
-    check_replicas: int | None = None
-    """Compare the replicas' parameters and optimizer state, bit by bit, every so many steps: memory that went wrong
-    without an error is named, and healed from the majority."""
     deterministic: bool = False
     """Sums in rank config and torch's deterministic kernels: on one host ddp, zero1, zero2 and shared agree bit for
     bit. Between hosts `shared` sums within each host first: it repeats itself bit for bit and rounds in its own way."""
@@ -218,3 +219,26 @@ def check_kinds(config: RunConfig) -> None:
     for name, given in functions.items():
         if given is not None and not callable(given):
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
+
+
+def apply_overrides(config: RunConfig, overrides: Mapping[str, Value]) -> int | str | None:
+    """Set the fields that they name; how long to train, if that is among them."""
+    hints = get_type_hints(type(config))
+    settable = {f.name for f in dataclasses.fields(config) if f.name not in _NOT_SETTABLE}
+    for key, value in overrides.items():
+        if key == "steps":
+            continue
+        if key not in settable:
+            raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}")
+        try:
+            setattr(config, key, as_type(value, hints[key]))
+        except TypeError as wanted:
+            raise ConfigError(f"--set {key}={value}: it should be {wanted}.") from None
+    steps = overrides.get("steps")
+    return str(steps) if isinstance(steps, float) else steps
+
+
+_NOT_SETTABLE = {
+    *("model", "loss", "optimizer", "models", "optimizers", "step", "penalty", "metrics"),
+    *("data", "inputs", "collate", "tensor_rules", "columns", "sampler", "worker_init_fn"),
+}

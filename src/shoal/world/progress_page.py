@@ -179,6 +179,11 @@ class ProgressPage:
         """A checkpoint of this step is on disk, or the run goes on from one."""
         self._slots[_SAVED] = max(self._slots[_SAVED], step)
 
+    @property
+    def back(self) -> bool:
+        """Whether `is_back` was called."""
+        return bool(self._slots[_BACK])
+
     def is_back(self) -> bool:
         """A step is done after the workers were started anew; whether it is the first."""
         first = not self._slots[_BACK]

@@ -19,7 +19,6 @@ from shoal.cluster.local import Attempt, Job, check, import_torch, threads_of
 from shoal.cluster.recovery.retries import Retries, Verdict
 from shoal.cluster.watch import Interrupts, say
 from shoal.errors import ConfigError, Loss, WorkerFailed
-from shoal.report.folder import events_path
 from shoal.world.launch import Again
 from shoal.world.private_folder import private_folder
 
@@ -86,7 +85,9 @@ class _Decision:
 
 def _note(loss: Loss, code: int, why: str) -> None:
     """Write the loss into the launcher's event log, beside those of the run."""
-    from shoal.report.events import EventLog  # with torch, which the launcher has by now
+    # With numpy, whose threads the launcher must not have before it forks.
+    from shoal.report.events import EventLog
+    from shoal.report.folder import events_path
 
     if not loss.log:
         return

@@ -149,6 +149,7 @@ class Checkpoints:
 
         def save(saver: Saver) -> None:
             state, facts = self._collect(f"step-{step}", replace(progress, step=step), "")
+            facts = replace(facts, state={**facts.state, "answers": progress.answers.state()})
             saver.save(state, facts, pieces=collect_rows(self._context.whole))
 
         return self._snapshots.after(step, save)
@@ -303,6 +304,8 @@ class Checkpoints:
             reader = Reader.of(found)
             try:
                 progress = self.take_over(reader)
+                if self._snapshots.holds(reader.folder):
+                    progress.answers.restore(reader.manifest.state.get("answers"))
                 if root is not None:
                     self._leave_behind(root, reader)
                 return progress

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.train.calls.answers import Answers
 from shoal.train.technique.early_stop import Best, EarlyStop
 from shoal.train.technique.schedule import Schedule
 
@@ -21,6 +22,8 @@ class Progress:
     early_stop: EarlyStop | None = None
     early_stop_was: Mapping[str, Any] | None = None
     """Where early stopping stood in the checkpoint that the run goes on from."""
+    answers: Answers = field(default_factory=Answers)
+    """What calls between loops have answered."""
     best: Best | None = None
     """By which the checkpoint `best` was saved."""
 
