@@ -234,7 +234,7 @@ class Lists(Column):
         if self._uniform:
             return flat.view(len(lengths), longest)
         assert self._pad is not None
-        padded = torch.full((len(lengths), longest), self._pad, dtype=self.dtype)
+        padded = torch.full((len(lengths), longest), self._pad, dtype=self.dtype, device="cpu")
         padded[torch.from_numpy(np.arange(longest) < lengths[:, None])] = flat
         return padded
 
@@ -255,7 +255,7 @@ class Lists(Column):
 
     def _flat(self, files: Ids, begins: Ids, lengths: Ids) -> torch.Tensor:
         if not len(lengths):
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         places = zip(files.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True)
         return torch.cat([self._span.slice(*place) for place in places])
 
