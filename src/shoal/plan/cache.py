@@ -64,7 +64,7 @@ def recall(name: str, key: str) -> Json:
     return entry if isinstance(entry, dict) else {}
 
 
-def keep(name: str, key: str, entry: Mapping[str, Any]) -> bool:
+def keep(name: str, key: str, entry: Mapping[str, object]) -> bool:
     """Keep something under a key; False where that cannot be, such as in a home that is read-only."""
     path = cache_file(name)
     entries = {**_read(path), key: {**entry, "time": time.time()}}
@@ -96,6 +96,6 @@ def _read(path: Path) -> Json:
     return entries if isinstance(entries, dict) else {}
 
 
-def _time_of(entry: Any) -> float:
+def _time_of(entry: object) -> float:
     found = entry.get("time") if isinstance(entry, dict) else None
     return float(found) if isinstance(found, int | float) else 0.0

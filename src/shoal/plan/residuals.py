@@ -45,7 +45,7 @@ def learn(machine: str, family: str, measured: float, predicted: float) -> float
     return after
 
 
-def _ratio(value: Any) -> float | None:
+def _ratio(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         return None
     return float(value) if LIMITS[0] <= value <= LIMITS[1] else None

@@ -54,7 +54,7 @@ class Engine(ABC):
         """A table of the engine's own catalogue."""
 
     @abstractmethod
-    def arrow(self, table: Any, name: str) -> Table:
+    def arrow(self, table: object, name: str) -> Table:
         """A table of an Arrow table. `name`: of the view."""
 
     @abstractmethod
@@ -62,7 +62,9 @@ class Engine(ABC):
         """A query over views."""
 
     @abstractmethod
-    def function(self, call: Callable[..., Any], name: str, takes: list[DataType], gives: DataType) -> Value:
+    def function(
+        self, call: Callable[..., object], name: str, takes: list[DataType], gives: DataType
+    ) -> Value:
         """A Python function of one row's values, as a function of columns."""
 
     @abstractmethod

@@ -84,7 +84,7 @@ class Fitted:
             table = flow.table.mutate(**made)
         return replace(flow, table=table, features={**flow.features, **self.states})
 
-    def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def row(self, row: Mapping[str, object]) -> dict[str, Any]:
         """One row of Python values with its features, as `transform` makes them."""
         made = dict(row)
         for name, state in self.states.items():

@@ -253,7 +253,7 @@ class Flow:
                 made[name] = value
         return made, tuple(code)
 
-    def _function(self, call: Callable[..., Any]) -> Value:
+    def _function(self, call: Callable[..., object]) -> Value:
         known = dict(self.table.schema().items())
         names, gives = signature_of(call, known)
         takes = [known[name] for name in names]

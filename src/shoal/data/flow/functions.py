@@ -18,7 +18,7 @@ class RowError(Exception):
     """A function of the user's raised; the text has the values it was called with."""
 
 
-def signature_of(call: Callable[..., Any], known: dict[str, DataType]) -> tuple[list[str], DataType]:
+def signature_of(call: Callable[..., object], known: dict[str, DataType]) -> tuple[list[str], DataType]:
     """The columns that a function takes, by the names of its parameters, and the type that it gives.
 
     >>> def half(x: float) -> float: return x / 2
@@ -51,12 +51,12 @@ def signature_of(call: Callable[..., Any], known: dict[str, DataType]) -> tuple[
         ) from error
 
 
-def name_of(call: Callable[..., Any]) -> str:
+def name_of(call: Callable[..., object]) -> str:
     """What a function is called."""
     return str(getattr(call, "__name__", type(call).__name__)).strip("<>")
 
 
-def with_row(call: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+def with_row(call: Callable[..., object], names: list[str]) -> Callable[..., Any]:
     """A function that, if it raises, says what it was called with."""
     title = name_of(call)
 
@@ -72,7 +72,7 @@ def with_row(call: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     return called
 
 
-def source_of(call: Callable[..., Any]) -> str:
+def source_of(call: Callable[..., object]) -> str:
     """The text of a function, for the lineage; its name where there is none."""
     try:
         return inspect.getsource(call)
@@ -80,6 +80,6 @@ def source_of(call: Callable[..., Any]) -> str:
         return name_of(call)
 
 
-def _short(value: Any, quote: str = "r") -> str:
+def _short(value: object, quote: str = "r") -> str:
     text = (repr(value) if quote else str(value)).replace("\n", "\\n")
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

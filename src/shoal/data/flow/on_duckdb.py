@@ -56,7 +56,7 @@ class DuckDB(Engine):
         """A table of the engine's own catalogue."""
         return self._connection.table(name)
 
-    def arrow(self, table: Any, name: str) -> Table:
+    def arrow(self, table: object, name: str) -> Table:
         """A table of an Arrow table. `name`: of the view."""
         self._raw.register(name, table)
         return self._connection.table(name)

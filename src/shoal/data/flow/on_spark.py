@@ -96,7 +96,7 @@ class Spark(Engine):
         """A table of the engine's own catalogue."""
         return self._view(self._session.table(name), name.replace(".", "_"))
 
-    def arrow(self, table: Any, name: str) -> Table:
+    def arrow(self, table: object, name: str) -> Table:
         """A table of an Arrow table. `name`: of the view."""
         from pyarrow import parquet
 
@@ -108,7 +108,9 @@ class Spark(Engine):
         """A query over views."""
         return self._view(self._session.sql(text), self._name("query"))
 
-    def function(self, call: Callable[..., Any], name: str, takes: list[DataType], gives: DataType) -> Value:
+    def function(
+        self, call: Callable[..., object], name: str, takes: list[DataType], gives: DataType
+    ) -> Value:
         """A Python function of one row's values, as a function of columns."""
         return self._ibis.udf.scalar.python(call, name=name, signature=(tuple(takes), gives))
 

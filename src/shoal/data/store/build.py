@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -59,9 +58,9 @@ def build(
     place: Place,
     schema: Schema,
     rows: Rows,
-    lineage: Mapping[str, Any],
+    lineage: Mapping[str, object],
     options: BuildOptions | None = None,
-    features: Mapping[str, Any] | None = None,
+    features: Mapping[str, object] | None = None,
     tell: Callable[[int, int], None] | None = None,
 ) -> StoreManifest:
     """A new version of the store at a place. `tell` hears how many rows and bytes are written.
@@ -121,7 +120,7 @@ def columns_of(stored: Schema) -> dict[str, str]:
 
 
 def _name(
-    lineage: Mapping[str, Any], stored: Schema, options: BuildOptions, before: StoreManifest | None
+    lineage: Mapping[str, object], stored: Schema, options: BuildOptions, before: StoreManifest | None
 ) -> str:
     """Of the folder of a build: the same for the same build."""
     made = asdict(options) | {"threads": 0}
@@ -273,9 +272,9 @@ def _commit(
     stored: Schema,
     before: StoreManifest | None,
     files: list[StoreFile],
-    lineage: Mapping[str, Any],
+    lineage: Mapping[str, object],
     options: BuildOptions,
-    features: Mapping[str, Any],
+    features: Mapping[str, object],
 ) -> StoreManifest:
     """The manifest: from now on the version is there."""
     version = before.version + 1 if before is not None else 1
