@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("plan",),
     ("train",),
-    ("cluster", "testing"),
+    ("cluster", "testing", "dashboard"),
     ("selftest", "doctor"),
     ("cli",),
 )

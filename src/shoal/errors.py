@@ -3,6 +3,7 @@
 ShoalError
 ├── ConfigError        the user asked for something that cannot work; exit code 2, one sentence, no traceback
 ├── NonFiniteLoss      the loss became NaN or infinite; exit code 2
+├── ReplicasDiffer     replicas hold different numbers and none has a majority (`check_replicas=`); exit code 2
 ├── CallMismatch       ranks made different calls, such as run.evaluate on rank 0 only; exit code 2
 ├── PeerLost           another worker ended while this one waited for it; exit code 4
 ├── ServersLost        the parameter servers have ended or cannot be reached; exit code 4
@@ -38,6 +39,12 @@ class ConfigError(ShoalError):
 
 class NonFiniteLoss(ShoalError):
     """The global loss is NaN or infinite and `on_nan="stop"`."""
+
+    exit_code = 2
+
+
+class ReplicasDiffer(ShoalError):
+    """Replicas hold different numbers, and no majority tells which are right."""
 
     exit_code = 2
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
 
 from shoal.checkpoint.folder import look
 from shoal.checkpoint.load import Reader
+from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
 from shoal.testing.parity import take_step, toy_parts
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE
@@ -82,3 +84,26 @@ def test_any_to_any(tmp_path: Path) -> None:
     for workers in (2, 3, 4, 8):
         for wrong in spawn(load, workers, str(tmp_path)):
             assert wrong == []
+
+
+def first_values(world: World) -> bool:
+    """Worker 1 is late to give its first values; worker 0 has read others, and looks at them again later."""
+    real = BucketedExchange._adopt_parameters
+
+    def slow(self: BucketedExchange) -> None:
+        time.sleep(0.3 * world.rank)
+        real(self)
+
+    BucketedExchange._adopt_parameters = slow  # type: ignore[method-assign]
+    parts = toy_parts(world, TABLE["stack"], "shared")
+    found = [shard.tensor for shard in parts.exchange.parameter_shards()]
+    if world.rank == 0:
+        for tensor in found:
+            tensor.fill_(7.0)
+        time.sleep(0.6)
+    world.barrier()
+    return all(bool((tensor == 7).all()) for tensor in found)
+
+
+def test_a_slow_worker_does_not_write_over_what_was_read_from_a_checkpoint() -> None:
+    assert spawn(first_values, 2) == [True, True]

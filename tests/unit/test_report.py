@@ -53,7 +53,7 @@ STEP = StepReport(
 
 KEYS = (
     "step epoch loss samples count samples_per_second counts_per_second seconds data compute exposed update "
-    "bytes_sent peak_memory lr grad_norm skipped time"
+    "bytes_sent peak_memory lr grad_norm skipped between time"
 )
 
 

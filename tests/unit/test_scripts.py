@@ -138,7 +138,7 @@ def services(folder: Path, *present: str, user: int = 0) -> subprocess.Completed
 
 
 def test_services_need_no_network_where_everything_is_there(tmp_path: Path) -> None:
-    done = services(tmp_path, "ip", "tc", "unshare", "faketime", user=1000)
+    done = services(tmp_path, "ip", "tc", "unshare", "faketime", "chromium", user=1000)
     assert (done.returncode, done.stdout) == (0, "services: everything is here\n")
 
 
@@ -149,7 +149,7 @@ def test_services_say_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no 'tc'" in done.stdout
     assert "sudo scripts/services" in done.stderr
-    done = services(tmp_path / "root", "unshare")
+    done = services(tmp_path / "root", "unshare", "chromium")
     assert done.returncode == 1
     assert "no network: install -y --no-install-recommends faketime iproute2" in done.stderr
     assert "could not install faketime iproute2" in done.stderr

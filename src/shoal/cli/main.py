@@ -11,6 +11,7 @@ import shoal
 from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.doctor import doctor
 from shoal.cli.list import list_choices
+from shoal.cli.page import page, trace
 from shoal.cli.plan_verb.plan import plan
 from shoal.cli.run import run
 from shoal.cli.selftest import selftest
@@ -36,6 +37,8 @@ app.command()(selftest)
 app.command()(doctor)
 app.command()(server)
 app.command()(status)
+app.command()(page)
+app.command()(trace)
 app.command("list")(list_choices)
 
 checkpoints = typer.Typer(

@@ -108,7 +108,13 @@ class Loader:
 
     def samples(self, step: int) -> list[int]:
         """This worker's own of a step, by number."""
-        return [int(sample) for some in self._picks.of(step)[2] for sample in some]
+        return [number for some in self.samples_of(step) for number in some]
+
+    def samples_of(self, step: int) -> list[list[int]]:
+        """The same by micro-batch."""
+        found = self._picks.of(step)[2]
+        every = None if self.feed.sampler is None else len(self.feed.data)
+        return [[int(i) if every is None else int(i) % every for i in ids] for ids in found]
 
     def cursor(self, step: int) -> Cursor:
         """Where the data stand after `step` steps, whatever has been prepared ahead."""

@@ -103,6 +103,11 @@ class Shared(BucketedExchange):
             self._sums.reset()
         self.owners.barrier()
 
+    def _adopt_parameters(self) -> None:
+        super()._adopt_parameters()
+        # A slow worker would write its first values over what a fast one has read from a checkpoint meanwhile.
+        self.owners.barrier()
+
     @contextmanager
     def by_hand(self) -> Iterator[None]:
         """Each worker changes a copy of its own; then everybody takes its slice of it over."""

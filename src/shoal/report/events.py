@@ -51,7 +51,9 @@ class EventLog:
         except BaseException:
             os.close(self._file)
             raise
-        self._waiting: list[tuple[StepReport, float]] = []
+        self._waiting: list[tuple[StepReport, float, float]] = []
+        self._before = 0.0
+        """When the step before was over."""
         self._flushed = time()
         self._failed = False
 
@@ -67,7 +69,9 @@ class EventLog:
     def write(self, report: StepReport) -> bool:
         """Add one step; whether lines went to the file. Touches it only if the last time was half a second ago."""
         now = time()
-        self._waiting.append((report, now))
+        between = now - self._before - report.seconds
+        self._before = now
+        self._waiting.append((report, now, between if 0.0 < between < now / 2 else 0.0))
         if 0 <= now - self._flushed < FLUSH_SECONDS:
             return False
         self.flush()
@@ -81,7 +85,7 @@ class EventLog:
     def flush(self) -> None:
         """Hand every waiting line to the operating system now."""
         # Formatting many lines in a row, with its code warm in the cache, is cheaper than one in every step.
-        lines = "".join([_step_line(report, now) for report, now in self._waiting])
+        lines = "".join([_step_line(*waiting) for waiting in self._waiting])
         self._waiting.clear()
         self._write(lines)
         self._flushed = time()
@@ -128,7 +132,7 @@ def _here() -> dict[str, object]:
     return {"schema": SCHEMA, "monotonic": round(perf_counter(), 6), "host": host, "pid": pid}
 
 
-def _step_line(r: StepReport, now: float) -> str:
+def _step_line(r: StepReport, now: float, between: float) -> str:
     # Written out by hand: half the time of json.dumps on the same keys, and this runs in every step.
     per_second = 1.0 / r.seconds if r.seconds > 0 else 0.0
     norm = r.grad_norm
@@ -143,7 +147,7 @@ def _step_line(r: StepReport, now: float) -> str:
         f'"bytes_sent": {r.bytes_sent}, "peak_memory": {r.peak_memory}, '
         f'"lr": {r.lr if isfinite(r.lr) else "null"}, '
         f'"grad_norm": {"null" if norm is None or not isfinite(norm) else norm}, '
-        f'"skipped": {"true" if r.skipped else "false"}, {metrics}"time": {now:.3f}}}\n'
+        f'"skipped": {"true" if r.skipped else "false"}, "between": {between:.6f}, {metrics}"time": {now:.3f}}}\n'
     )
 
 

@@ -72,6 +72,7 @@ _KINDS: dict[Phase, int] = {
     "update": int(SpanKind.UPDATE),
 }
 
+_BETWEEN = int(SpanKind.BETWEEN)
 _SHORT_NS = 5000
 """What took less is no span: nobody would see it, and `exposed` is that short many times a step."""
 
@@ -88,7 +89,7 @@ class Meter:
     True
     """
 
-    __slots__ = ("_begin", "_last", "_spent", "page", "spans")
+    __slots__ = ("_begin", "_last", "_spent", "_stopped", "page", "spans")
 
     def __init__(self, spans: Spans | None = None) -> None:
         self.spans = spans or Spans()
@@ -97,13 +98,17 @@ class Meter:
         self.page = ProgressPage()
         """Where each phase is noted as it begins, for whoever watches this worker."""
         self._begin = self._last = perf_counter_ns()
+        self._stopped = 0
 
     def start(self, step: int = 0) -> None:
         """Begin a step, counted from 1: forget the times of the one before."""
+        before, stopped = self.spans.step, self._stopped
         self.spans.begin(step)
         spent = self._spent
         spent["data"] = spent["compute"] = spent["exposed"] = spent["update"] = 0
         self._begin = self._last = perf_counter_ns()
+        if stopped and before < step and self._last - stopped > _SHORT_NS:
+            self.spans.add(_BETWEEN, stopped, self._last)
         self.page.enter(progress_page.Phase.DATA, self._last * 1e-9)
 
     def mark(self, phase: Phase) -> None:
@@ -121,6 +126,7 @@ class Meter:
         """End the step. Time after the last mark counts in `seconds` and in no phase."""
         now = perf_counter_ns()
         seconds = (now - self._begin) * 1e-9
+        self._stopped = now
         self.page.stepped(seconds)
         self.page.enter(progress_page.Phase.BETWEEN, now * 1e-9)
         spent = self._spent

@@ -44,6 +44,7 @@ STEP = Kind(
         "lr": "number?",
         "grad_norm": "number?",
         "skipped": "bool",
+        "between": "number",
         "time": "number",
     },
     {"metrics": "object"},

@@ -49,6 +49,8 @@ class SpanKind(IntEnum):
     """The collective of a bucket, from when it was sent until it had been waited for; beside the others."""
     CHECKPOINT = 9
     RECOVERY = 10
+    BETWEEN = 11
+    """From one step to the next: the script's own code, logs, checkpoints."""
 
 
 class Spans:

@@ -29,6 +29,7 @@ from shoal.train.technique.journal import Header, Journal
 from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import StopRequest
+from shoal.train.watch.watch import Watch
 from shoal.types import StepReport
 from shoal.world.launch import Again
 from shoal.world.progress_page import Phase, ProgressPage
@@ -60,6 +61,8 @@ class Loop:
     finishing: str = ""
     """The file by which our launcher learns that a signal is obeyed later."""
     calls: Calls = field(default_factory=Calls)
+    watch: Watch | None = None
+    """What looks after the run between two steps; None: nobody."""
     state: StateFile | None = None
     """Where this rank says what it is doing; None: nowhere."""
     again: Again = field(default_factory=Again)
@@ -154,13 +157,7 @@ class Loop:
                     schedule.after_step(report.loss, ended, report.skipped and not work.loss_is_local)
                     if not report.skipped or work.loss_is_local:
                         schedule.catch_up(report.number - view.step - 1)
-                change = context.balancing.after(report)
-                journal.step(report)
-                if self.foresight is not None and (off := self.foresight.after(report)):
-                    journal.say(off)
-                if change is not None:
-                    journal.change(str(change), change.facts())
-                journal.servers(context.exchange.servers)
+                self._tell(report)
                 self._enter_body(progress, report.number, last)
                 yield report
                 if self._after_body(progress, stop):
@@ -176,6 +173,19 @@ class Loop:
             self._leave_body(progress)
             context.balancing.close()
             journal.close(progress.step)
+
+    def _tell(self, report: StepReport) -> None:
+        """A step is over: into the journal with it, and with what has been found by watching. Collective."""
+        context, journal = self.context, self.journal
+        change = context.balancing.after(report)
+        journal.step(report)
+        if self.watch is not None:
+            self.watch.after(report, journal)
+        if self.foresight is not None and (off := self.foresight.after(report)):
+            journal.say(off)
+        if change is not None:
+            journal.change(str(change), change.facts())
+        journal.servers(context.exchange.servers)
 
     def _take(self, view: StepView) -> StepReport:
         """One step; after a restart also the words that belong to it."""

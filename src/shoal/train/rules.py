@@ -25,6 +25,7 @@ from shoal.train.model.sync_batchnorm import has_batchnorm
 from shoal.train.run_config import RunConfig
 from shoal.train.server_setup import sharers, uses_servers
 from shoal.train.technique.schedule import check_every
+from shoal.train.watch.replicas import check_comparable
 from shoal.types import Plan
 from shoal.world.mesh import Mesh
 
@@ -189,6 +190,8 @@ def why_not_gather(config: RunConfig, plan: Plan, feed: Feed) -> str:
 def check_fit(config: RunConfig, plan: Plan, made: Exchange, divided: Divided) -> None:
     """Refuse what cannot work with this exchange and this model."""
     _check_meetings(config, plan, made)
+    if config.check_replicas is not None:
+        check_comparable(config.check_replicas, str(plan), made)
     _check_ties(plan, divided)
 
 

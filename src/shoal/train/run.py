@@ -46,6 +46,7 @@ from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_bet
 from shoal.train.technique.gradients import OnGradients, check_gradients
 from shoal.train.technique.journal import Header, check_values
 from shoal.train.technique.metrics import Metric
+from shoal.train.watch.watch import Watch
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
 from shoal.world.failure import end_in_one_sentence
@@ -172,6 +173,7 @@ class Run(RunConfig):
             self.schedule_every,
             launch.finishing,
             self._calls,
+            Watch(self._context, self.check_replicas),
             self._state,
             launch.again,
             self._foresight,

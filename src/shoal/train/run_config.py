@@ -122,6 +122,9 @@ class RunConfig:
     """Called with its number in each loader process when it starts."""
     on_nan: str = "stop"
     """What a non-finite loss does: "stop", or "skip" that step."""
+    check_replicas: int | None = None
+    """Compare the replicas' parameters and optimizer state, bit by bit, every so many steps: memory that went wrong
+    without an error is named, and healed from the majority."""
     deterministic: bool = False
     """Sums in rank config and torch's deterministic kernels: on one host ddp, zero1, zero2 and shared agree bit for
     bit. Between hosts `shared` sums within each host first: it repeats itself bit for bit and rounds in its own way."""

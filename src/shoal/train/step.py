@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.errors import NonFiniteLoss
 from shoal.exchange.contract import Stepper, StepView, Tally
 from shoal.report.meter import peak_memory
 from shoal.train.passes import over_stages, run_passes
 from shoal.train.step_context import StepContext
 from shoal.train.technique.clip import ByNorm, ByValue
+from shoal.train.watch.not_finite import not_finite
 from shoal.types import StepReport
 
 
@@ -38,6 +38,8 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
     while part.computes:  # once; under a parameter server again for each part that a lost worker has left
         mine = run_passes(context, part.step, portion, context.scale.value / expected)
         meter.mark("compute")
+        context.portion = portion
+        context.tally = mine
         part = work.next_part(part, mine, expected)
         meter.mark("exposed")
         if part.computes:
@@ -53,6 +55,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
     if tally.count > 0:
         context.count_per_sample = tally.count / (portion.own if work.loss_is_local else portion.samples)
     done = _update(context, view.step, loss, tally.count, expected)
+    context.portion = None  # or its batches would stay until the next step has its own
     completed = work.committed(view, context.join_state())
     meter.mark("update")
     times = meter.stop()
@@ -93,11 +96,8 @@ def _update(context: StepContext, step: int, loss: float, count: float, expected
         exchange.discard()
         return _Update()
     if not math.isfinite(loss):
-        if not context.skip_nan:
-            raise NonFiniteLoss(
-                f"the loss of step {step + 1} is {loss} (count {count:g}); lower the learning rate or look at that "
-                "step's samples, or set on_nan='skip' to drop such steps."
-            )
+        what = f"the loss of step {step + 1} is {loss} (count {count:g})"
+        not_finite(context, step, what, "lower the learning rate or look at that step's samples")
         exchange.discard()
         return _Update(skipped=True)
 
@@ -107,11 +107,9 @@ def _update(context: StepContext, step: int, loss: float, count: float, expected
     if scale.dynamic or context.skip_nan or isinstance(clip, ByNorm):
         norm = exchange.grad_norm() * mean
         if not math.isfinite(norm):
-            if not (scale.dynamic or context.skip_nan):
-                raise NonFiniteLoss(
-                    f"the gradient of step {step + 1} has norm {norm} though its loss is finite; lower the learning "
-                    "rate, or set on_nan='skip' to drop such steps."
-                )
+            if not scale.dynamic:
+                what = f"the gradient of step {step + 1} has norm {norm} though its loss is finite"
+                not_finite(context, step, what, "lower the learning rate")
             scale.overflowed()
             exchange.discard()
             return _Update(skipped=True)

@@ -14,7 +14,7 @@ from shoal.data.batch import Batch, Inputs, fits_as_it_is
 from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
-from shoal.exchange.contract import Exchange, JoinState
+from shoal.exchange.contract import Exchange, JoinState, Tally
 from shoal.report.meter import Meter
 from shoal.report.words import Words
 from shoal.train.balancing.balancing import Balancing, key_for
@@ -43,8 +43,8 @@ from shoal.world.world import World
 
 @dataclass
 class StepContext:
-    """Made by build.py; only `scale`, `count_per_sample` and `on_gradients` change from step to step, and
-    `loss` and `first` after the first."""
+    """Made by build.py; only `scale`, `count_per_sample`, `on_gradients` and what is kept of the last step (`portion`,
+    `tally`, `skips`, `trouble`) change from step to step, and `loss` and `first` after the first."""
 
     mesh: Mesh
     model: nn.Module
@@ -86,6 +86,14 @@ class StepContext:
     """As in the last step. It tells the count of this step before it is known, and in most runs exactly."""
     own_step: Callable[[Any, Batch], Any] | None = None
     """The user's own step, where the run has one: then the exchange is one by model, and `loss` measures nothing."""
+    portion: Portion | None = None
+    """This worker's samples of the last step: looked at where its loss is not finite."""
+    tally: Tally = Tally(0.0, 0.0)  # noqa: RUF009 (frozen)
+    """This worker's own loss of the last step."""
+    skips: int = 0
+    """Steps that were skipped and looked into."""
+    trouble: str = ""
+    """Why the last step was skipped, to be said after it."""
     on_gradients: OnGradients | None = None
     """A function of the user's that sees gradients between backward and update."""
 

@@ -83,10 +83,15 @@ class FirstPass:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Say what is wrong where a whole tensor has met a parameter that is cut."""
+        """Say what is wrong where a whole tensor has met a parameter that is cut, or that has been freed."""
         try:
             yield
         except RuntimeError as error:
+            if "out of bounds for storage of size 0" in str(error):
+                raise ConfigError(
+                    "the backward pass wants parameters that zero3 has freed, as where the output of a block is "
+                    "changed in place; write x = x + y in place of x += y, or use zero2."
+                ) from None
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise ConfigError(

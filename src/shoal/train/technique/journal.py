@@ -98,6 +98,15 @@ class Journal:
         if last and self._console is not None and (facts := ask()):
             self._console.note(describe_servers(facts))
 
+    def tell(self, event: str, facts: Mapping[str, object], text: str) -> None:
+        """An event of rank 0's log, and what is said of it, if anything."""
+        if self._first:
+            self.note(event, facts)
+        if text and self._console is not None:
+            self._console.note(f"shoal: {text}.")
+        elif text and self._first:
+            print(f"shoal: {text}.", file=sys.stderr, flush=True)
+
     def say(self, text: str) -> None:
         """One sentence for the user, above the bar."""
         if self._console is not None:
