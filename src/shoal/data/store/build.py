@@ -134,6 +134,7 @@ def _name(
 def _stage(place: Place, name: str) -> Iterator[Path]:
     """The folder of a build, held by this process alone; removed when the build is finished."""
     stage = place.stage(name)
+    found = stage.parent.exists()
     stage.mkdir(parents=True, exist_ok=True)
     with open(stage / _LOCK, "w") as lock:
         try:
@@ -147,8 +148,9 @@ def _stage(place: Place, name: str) -> Iterator[Path]:
         except BaseException:
             if not (stage / _JOURNAL).exists():  # nothing to go on from
                 shutil.rmtree(stage, ignore_errors=True)
-                with suppress(OSError):  # not ours alone
-                    stage.parent.rmdir()
+                if not found:
+                    with suppress(OSError):  # others write in it
+                        stage.parent.rmdir()
             raise
         shutil.rmtree(stage, ignore_errors=True)
 
