@@ -6,10 +6,15 @@ Credentials and endpoints come from where the file system itself looks for them;
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError
+
+T = TypeVar("T")
 
 FINAL = (FileNotFoundError, PermissionError)
 """What does not become better by trying again."""
@@ -20,7 +25,7 @@ class FileSystem(Protocol):
 
     def invalidate_cache(self) -> None: ...
     def ls(self, path: str, detail: bool) -> list[Any]: ...
-    def cat_file(self, path: str) -> bytes: ...
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
     def pipe_file(self, path: str, value: bytes) -> None: ...
     def put_file(self, local: str, remote: str) -> None: ...
     def get_file(self, remote: str, local: str) -> None: ...
@@ -41,23 +46,46 @@ def title_of(url: str) -> str:
     return (hide(url) if "://" in url else Path(url).absolute().as_uri()).rstrip("/")
 
 
-def open_url(url: str, title: str) -> tuple[FileSystem, str]:
-    """The file system behind a URL, and the path there."""
+def open_url(url: str, title: str, shared: bool = False) -> tuple[FileSystem, str]:
+    """The file system behind a URL, and the path there; `shared`: one for all of this process that ask for it."""
     try:
         from fsspec.core import url_to_fs
 
+        if url.startswith("hdfs://"):
+            return _open_hdfs(url)
         # An instance of our own: what is set on it below is not for others.
-        files, path = url_to_fs(url, skip_instance_cache=True)
+        files, path = url_to_fs(url, skip_instance_cache=not shared)
     except ImportError as error:
         raise ConfigError(
             f"{title} needs a package that is not here ({error}); "
-            "for s3:// run pip install 'shoal[remote]', for hdfs:// pip install pyarrow."
+            "for s3:// run pip install 'shoal[remote]', for hdfs:// pip install hdfs-native."
         ) from error
     except Exception as error:
         raise ConfigError(f"{title} cannot be opened ({reason(error)}); check the address.") from error
     if hasattr(files, "auto_mkdir"):  # disks want their folders made; object stores have none
         files.auto_mkdir = True
     return files, path
+
+
+def _open_hdfs(url: str) -> tuple[FileSystem, str]:
+    """HDFS without Hadoop: fsspec's own way there needs its libraries."""
+    from hdfs_native.fsspec import HdfsFileSystem
+
+    address = urlsplit(url)
+    files: FileSystem = HdfsFileSystem(host=address.hostname, port=address.port, skip_instance_cache=True)
+    return files, address.path
+
+
+def try_again(action: Callable[[], T], waits: Sequence[float]) -> T:
+    """What an action gives, tried once more after each wait; what does not become better that way is raised at once."""
+    for wait in waits:
+        try:
+            return action()
+        except FINAL:
+            raise
+        except Exception:  # each file system has errors of its own
+            time.sleep(wait)
+    return action()
 
 
 def last_name(path: str) -> str:

@@ -36,7 +36,8 @@ def half(value: float) -> float:
     return value / 2
 
 inputs, engine = Path(sys.argv[1]), sys.argv[2]
-with flow.session(engine, memory="1GB") as data:
+hive = None if engine == "duckdb" else str(inputs / "hive")
+with flow.session(engine, memory="1GB", hive=hive) as data:
     rows = data.read(inputs / "events")
     prepare(data, inputs).write(inputs / engine)
     map_reduce(rows, words, total, combine=lambda values: [sum(values)]).write(inputs / f"{engine}-words")
@@ -50,13 +51,14 @@ with flow.session(engine, memory="1GB") as data:
         rows.map({"h": half}).write(inputs / "none")
     except ConfigError as error:
         said = str(error)
-    hive = []
-    if engine != "duckdb":
-        data.engine._session.sql("create table people using parquet as select * from read_2 where age > 50")
-        hive = data.read("hive://default.people").order("user").head(100)
+    found = []
+    if hive:
+        view = data.read(inputs / "users.parquet").table.get_name()
+        data.engine._session.sql(f"create table people stored as parquet as select * from {view} where age > 50")
+        found = data.read("hive://default.people").order("user").head(100)
     counted = data.sql(f"select kind, count(*) as n from '{inputs}/users.parquet' u join '{inputs}/events' e "
                        "on u.user = e.user group by kind order by kind").head()
-    print(json.dumps({"said": said, "hive": hive, "counted": counted, "features": fitted.states}))
+    print(json.dumps({"said": said, "hive": found, "counted": counted, "features": fitted.states}))
 """
 
 
@@ -99,6 +101,7 @@ def test_a_flow_on_spark_gives_the_rows_of_duckdb(tmp_path: Path) -> None:
     assert "half(value=0.99" in str(first["said"])
     assert "half(value=0.99" in str(second["said"])
     assert "\n" not in str(second["said"])
+    assert (tmp_path / "hive" / "metastore").is_dir()
     assert second["hive"] == [row for row in users().to_pylist() if row["age"] > 50]
     assert first["features"]["word"] == second["features"]["word"]  # type: ignore[index]
     assert first["features"]["bin"] == second["features"]["bin"]  # type: ignore[index]

@@ -22,7 +22,7 @@ from shoal.data.feed import Feed
 from shoal.data.loader import Loader
 from shoal.data.store.build import BuildOptions, build
 from shoal.data.store.manifest import StoreManifest, version_name
-from shoal.data.store.place import LocalPlace
+from shoal.data.store.places.place import LocalPlace
 from shoal.errors import ConfigError
 from shoal.partition import make_partition
 

@@ -9,6 +9,9 @@ import typer
 
 import shoal
 from shoal.cli import ckpt, ckpt_convert
+from shoal.cli.data_verbs import build as data_build
+from shoal.cli.data_verbs import keep as data_keep
+from shoal.cli.data_verbs import look as data_look
 from shoal.cli.doctor import doctor
 from shoal.cli.list import list_choices
 from shoal.cli.page import page, trace
@@ -53,6 +56,23 @@ checkpoints.command()(ckpt_convert.diff)
 checkpoints.command()(ckpt.prune)
 checkpoints.command()(ckpt.copy)
 app.add_typer(checkpoints, name="ckpt")
+
+stores = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Build stores of training data, look at them, check, copy.",
+)
+stores.command()(data_build.build)
+stores.command()(data_build.sql)
+stores.command("ls")(data_look.list_stores)
+stores.command()(data_look.show)
+stores.command()(data_look.head)
+stores.command()(data_look.stats)
+stores.command()(data_look.diff)
+stores.command()(data_keep.verify)
+stores.command()(data_keep.copy)
+stores.command()(data_keep.gc)
+app.add_typer(stores, name="data")
 
 
 def _show_version(wanted: bool) -> None:

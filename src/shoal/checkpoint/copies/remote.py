@@ -40,7 +40,7 @@ from shoal.checkpoint.layout.head import FILE, NewerFormat, read_head
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.sealed import seal, unseal, write_file
-from shoal.urls import FINAL, last_name, open_url, reason, title_of
+from shoal.urls import last_name, open_url, reason, title_of, try_again
 from shoal.world.world import World
 
 T = TypeVar("T")
@@ -190,14 +190,7 @@ class Remote:
         return "/".join([self._path, *names])
 
     def _try(self, action: Callable[..., T], *given: object) -> T:
-        for wait in self._waits:
-            try:
-                return action(*given)
-            except FINAL:
-                raise
-            except Exception:  # each file system has errors of its own
-                time.sleep(wait)
-        return action(*given)
+        return try_again(lambda: action(*given), self._waits)
 
     @contextmanager
     def _or_say(self, verb: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from shoal.data.flow.functions import name_of, signature_of, source_of, with_row
 from shoal.data.flow.parts import check_parts, unit
 from shoal.data.store.arrow import RecordBatch
 from shoal.data.store.build import BuildOptions, build
-from shoal.data.store.place import open_place
+from shoal.data.store.places.open_place import open_place
 from shoal.data.store.store import Store
 from shoal.errors import ConfigError
 
@@ -186,7 +186,9 @@ class Flow:
         """All rows as an Arrow table."""
         from shoal.data.store.arrow import arrow
 
-        return arrow().Table.from_batches(list(self.batches()), self.table.schema().to_pyarrow())
+        schema = self.table.schema().to_pyarrow()
+        found = list(self.batches())
+        return arrow().Table.from_batches(found).cast(schema) if found else schema.empty_table()
 
     def head(self, rows: int = 10) -> list[dict[str, Any]]:
         """The first rows as Python values."""

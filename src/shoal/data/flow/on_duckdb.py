@@ -46,7 +46,8 @@ class DuckDB(Engine):
 
     def read(self, files: list[str], kind: str, name: str) -> Table:
         """A table of files: "parquet", "csv" or "json". `name`: of the view."""
-        self._register(files[0])
+        if "://" in files[0]:
+            return self._read_remote(files, kind, name)
         reader = {"parquet": self._connection.read_parquet, "csv": self._connection.read_csv}.get(
             kind, self._connection.read_json
         )
@@ -105,8 +106,16 @@ class DuckDB(Engine):
         self._connection.disconnect()
         shutil.rmtree(self._spill, ignore_errors=True)
 
+    def _read_remote(self, files: list[str], kind: str, name: str) -> Table:
+        """A view of files that DuckDB reads through fsspec: its own way there is an extension from the internet."""
+        self._register(files[0])
+        listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+        reader = {"parquet": "read_parquet", "csv": "read_csv_auto", "json": "read_json_auto"}[kind]
+        self._raw.execute(f'create view "{name}" as select * from {reader}([{listed}])')
+        return self._connection.table(name)
+
     def _register(self, file: str) -> None:
-        """Let DuckDB read through fsspec what it cannot reach itself."""
+        """Let DuckDB read a kind of URL through fsspec."""
         scheme = file.partition("://")[0]
         if "://" in file and scheme not in self._schemes:
             files, _ = open_url(file, title_of(file))

@@ -31,7 +31,7 @@ class Spark(Engine):
     keeps_order: ClassVar[bool] = False
 
     def __init__(
-        self, master: str, memory: str | None = None, spill: str | None = None, hive: bool = False
+        self, master: str, memory: str | None = None, spill: str | None = None, hive: str | None = None
     ) -> None:
         try:
             from pyspark.sql import SparkSession
@@ -64,8 +64,8 @@ class Spark(Engine):
         builder = SparkSession.builder.master(address).appName("shoal flow")
         for key, value in given.items():
             builder = builder.config(key, value)
-        if hive:
-            builder = builder.enableHiveSupport()
+        for key, value in _hive(hive).items() if hive else ():
+            builder = builder.config(key, value).enableHiveSupport()
         try:
             self._session = builder.getOrCreate()
         except Exception as error:
@@ -137,7 +137,7 @@ class Spark(Engine):
         from pyarrow import parquet
 
         folder = self._folder / self._name("result")
-        self._connection.to_parquet_dir(table, str(folder))
+        self._write(table, str(folder))
         skip = first
         for path in sorted(folder.glob("part-*.parquet")):
             for batch in parquet.ParquetFile(path).iter_batches():
@@ -154,6 +154,12 @@ class Spark(Engine):
         """End it, and remove what it has left on the disk."""
         self._session.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, table: Table, folder: str) -> None:
+        """A table as Parquet files, by all workers."""
+        # ibis makes the functions of a flow known to Spark where it executes one, and not where it writes files.
+        self._connection._run_pre_execute_hooks(table)
+        self._connection.to_parquet_dir(table, folder)
 
     def _view(self, frame: Any, name: str) -> Table:
         frame.createOrReplaceTempView(name)
@@ -174,3 +180,17 @@ class Spark(Engine):
         here = folder / f"{number:05}-{last_name(path)}"
         files.get_file(path, str(here))
         return str(here)
+
+
+def _hive(catalogue: str) -> dict[str, str]:
+    """Where Hive keeps its tables: a metastore's address, or a folder with one of our own."""
+    if "://" in catalogue:
+        return {"spark.hadoop.hive.metastore.uris": catalogue}
+    folder = Path(catalogue).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    database = f"jdbc:derby:;databaseName={folder / 'metastore'};create=true"
+    return {
+        "spark.sql.warehouse.dir": str(folder / "tables"),
+        "spark.hadoop.javax.jdo.option.ConnectionURL": database,
+        "spark.driver.extraJavaOptions": f"-Dderby.system.home={folder}",
+    }

@@ -15,7 +15,8 @@ from shoal.data.flow.on_duckdb import DuckDB
 from shoal.data.flow.on_spark import Spark
 from shoal.data.flow.sql import with_views
 from shoal.data.store.arrow import arrow
-from shoal.data.store.place import LocalPlace, open_place
+from shoal.data.store.places.open_place import open_place
+from shoal.data.store.places.place import LocalPlace
 from shoal.data.store.store import Store
 from shoal.errors import ConfigError
 from shoal.table import did_you_mean
@@ -97,16 +98,24 @@ class Session:
 
 
 def session(
-    engine: str = "duckdb", memory: str | None = None, threads: int | None = None, spill: str | None = None
+    engine: str = "duckdb",
+    memory: str | None = None,
+    threads: int | None = None,
+    spill: str | None = None,
+    hive: str | None = None,
 ) -> Session:
     """A session of an engine: "duckdb", or Spark as "spark", "local[2]" or "spark://host:7077".
 
     `memory`: a limit such as "2GB"; beyond it the engine spills to `spill`, by default the folder for temporary files.
+    `hive`: with Spark, the address of a metastore such as "thrift://host:9083", or a folder with one of its own.
     """
     if is_spark(engine):
-        return Session(Spark(engine, memory, spill))
-    if engine != "duckdb":
-        raise ConfigError(f"engine='{engine}'; it is duckdb, spark, local[2] or spark://host:7077.")
+        return Session(Spark(engine, memory, spill, hive))
+    if engine != "duckdb" or hive is not None:
+        raise ConfigError(
+            f"engine='{engine}'{', hive=' + repr(hive) if hive else ''}; it is duckdb, or spark, local[2] or "
+            "spark://host:7077, and Hive tables need Spark."
+        )
     return Session(DuckDB(memory, threads, spill))
 
 

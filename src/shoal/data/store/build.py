@@ -24,7 +24,7 @@ import xxhash
 from shoal.data.store.arrow import RecordBatch, Schema, arrow, stored_schema
 from shoal.data.store.cut import cut
 from shoal.data.store.manifest import BLOCK, StoreFile, StoreManifest, version_name
-from shoal.data.store.place import Place
+from shoal.data.store.places.place import Place
 from shoal.data.store.versions import read_manifest
 from shoal.errors import ConfigError
 from shoal.sealed import seal, unseal
@@ -134,7 +134,7 @@ def _name(
 def _stage(place: Place, name: str) -> Iterator[Path]:
     """The folder of a build, held by this process alone; removed when the build is finished."""
     stage = place.stage(name)
-    found = stage.parent.exists()
+    new = [folder for folder in (stage.parent, *stage.parent.parents) if not folder.exists()]
     stage.mkdir(parents=True, exist_ok=True)
     with open(stage / _LOCK, "w") as lock:
         try:
@@ -148,9 +148,9 @@ def _stage(place: Place, name: str) -> Iterator[Path]:
         except BaseException:
             if not (stage / _JOURNAL).exists():  # nothing to go on from
                 shutil.rmtree(stage, ignore_errors=True)
-                if not found:
-                    with suppress(OSError):  # others write in it
-                        stage.parent.rmdir()
+                with suppress(OSError):
+                    for folder in new:
+                        folder.rmdir()
             raise
         shutil.rmtree(stage, ignore_errors=True)
 

@@ -1,15 +1,11 @@
-"""The columns of a store, over all of its files: many rows at once, whichever files they are in.
-
-All files are mapped into one address space, so a row of any file is an address. A column is seen as one long tensor
-from its lowest address on, of which only the mapped parts are ever touched, and rows anywhere in it are one
-`index_select`: as fast for a hundred files as for one. Bounds are checked before, where samples are numbered.
-"""
+"""The columns of a store, over all of its files: many rows at once, whichever files they are in."""
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from shoal.data.store.arrow import ArrowType, ColumnKind, kind_of
-from shoal.data.store.mapping import memory_at
+from shoal.data.store.span import NOTHING, Bits, Memory, Offsets, Span
 from shoal.errors import ConfigError
 from shoal.partition.cuts import Ids
 
@@ -35,14 +31,34 @@ class Located(NamedTuple):
     rows: Ids
 
 
+@dataclass(frozen=True)
+class ColumnData:
+    """What a column is made of, and what stands for what is not there."""
+
+    name: str
+    arrays: Sequence[ArrowArray]
+    """Of each file."""
+    nulls: int
+    """How many there are."""
+    fill: Fill | None = None
+    """What stands for null."""
+    pad: float | None = None
+    """What makes lists of a batch equally long."""
+    uniform: bool = False
+    """Whether all lists are."""
+    memory: Memory | None = None
+    """Where blocks may be missing."""
+
+
 class Column(ABC):
     """One column over all files."""
 
-    def __init__(self, name: str, arrays: Sequence[ArrowArray], fill: Fill | None) -> None:
-        self.name = name
-        self._fill = fill
-        self.nulls = sum(array.null_count for array in arrays)
-        self._valid = _Bits([array.buffers()[0] for array in arrays]) if self.nulls else None
+    def __init__(self, data: ColumnData) -> None:
+        self.name = data.name
+        self.nulls = data.nulls
+        self._fill = data.fill
+        bitmaps = [array.buffers()[0] for array in data.arrays] if data.nulls else []
+        self._valid = Bits(bitmaps, data.memory) if bitmaps else None
 
     @abstractmethod
     def gather(self, where: Located) -> torch.Tensor | list[Any]:
@@ -54,7 +70,7 @@ class Column(ABC):
 
     def missing(self, where: Located) -> torch.Tensor | None:
         """Which rows are null; None if none of the column is."""
-        return None if self._valid is None else ~self._valid.at(where)
+        return None if self._valid is None else ~self._valid.at(where.files, where.rows)
 
     def filler(self) -> Fill:
         """What stands for null, or a refusal."""
@@ -73,67 +89,17 @@ class Column(ABC):
         return found
 
 
-class _Span:
-    """Elements of one type in several files, as if they lay in one tensor."""
-
-    def __init__(
-        self, addresses: Sequence[int], counts: Sequence[int], dtype: torch.dtype, width: int
-    ) -> None:
-        """`counts`: rows that each file has; `width`: elements in a row."""
-        size = dtype.itemsize
-        base = min(addresses)
-        ends = [address + count * width * size for address, count in zip(addresses, counts, strict=True)]
-        elements = max((max(ends) - base) // size, width, 1)
-        whole = memory_at(base, elements, dtype)
-        # Rows begin at every element, and overlap: files need not lie a multiple of a row apart.
-        self._rows = torch.as_strided(whole, (elements - width + 1, width), (1, 1)) if width > 1 else whole
-        self._flat = whole
-        self.starts = (np.array(addresses, dtype=np.int64) - base) // size
-        self._one = len(addresses) == 1
-        self._width = width
-
-    def take(self, files: Ids, rows: Ids) -> torch.Tensor:
-        at = rows * self._width if self._width > 1 else rows
-        if not self._one:
-            at = at + self.starts[files]
-        return self._rows.index_select(0, torch.from_numpy(at))
-
-    def slice(self, file: int, start: int, stop: int) -> torch.Tensor:
-        """Elements in a row of their own; nothing is copied."""
-        begin = int(self.starts[file])
-        return self._flat[begin + start : begin + stop]
-
-
-class _Bits:
-    """Arrow's bitmaps: of null, and of bool."""
-
-    def __init__(self, buffers: Sequence[Any]) -> None:
-        self._all = np.array([buffer is None for buffer in buffers])  # no bitmap: every row is valid
-        given = [buffer for buffer in buffers if buffer is not None]
-        addresses = [buffer.address if buffer is not None else given[0].address for buffer in buffers]
-        counts = [buffer.size if buffer is not None else 0 for buffer in buffers]
-        self._bytes = _Span(addresses, counts, torch.uint8, 1)
-
-    def at(self, where: Located) -> torch.Tensor:
-        without = torch.from_numpy(self._all[where.files])
-        rows = np.where(self._all[where.files], 0, where.rows)
-        found = self._bytes.take(where.files, rows >> 3) >> torch.from_numpy((rows & 7).astype(np.uint8))
-        return (found & 1).bool() | without
-
-
 class Numbers(Column):
     """Numbers of one shape in every row."""
 
-    def __init__(
-        self, name: str, arrays: Sequence[ArrowArray], kind: ColumnKind, fill: Fill | None = None
-    ) -> None:
-        super().__init__(name, arrays, fill)
+    def __init__(self, data: ColumnData, kind: ColumnKind) -> None:
+        super().__init__(data)
         assert kind.dtype is not None
         self._shape = kind.shape
-        width = prod(kind.shape)
-        addresses = [array.buffers()[-1].address for array in arrays]
-        self._span = _Span(addresses, [len(array) for array in arrays], kind.dtype, width)
-        self._length = len(arrays[0]) if len(arrays) == 1 else None
+        addresses = [array.buffers()[-1].address for array in data.arrays]
+        counts = [len(array) for array in data.arrays]
+        self._span = Span(addresses, counts, kind.dtype, prod(kind.shape), data.memory)
+        self._length = counts[0] if len(counts) == 1 else None
         self._dtype = kind.dtype
 
     def gather(self, where: Located) -> torch.Tensor:
@@ -165,13 +131,13 @@ class Numbers(Column):
 class Bools(Column):
     """True and false."""
 
-    def __init__(self, name: str, arrays: Sequence[ArrowArray], fill: Fill | None = None) -> None:
-        super().__init__(name, arrays, fill)
-        self._bits = _Bits([array.buffers()[1] for array in arrays])
+    def __init__(self, data: ColumnData) -> None:
+        super().__init__(data)
+        self._bits = Bits([array.buffers()[1] for array in data.arrays], data.memory)
 
     def gather(self, where: Located) -> torch.Tensor:
         """The values of rows, one tensor."""
-        found = self._bits.at(where)
+        found = self._bits.at(where.files, where.rows)
         missing = self.missing(where)
         if missing is not None and missing.any():
             found[missing] = bool(self.number())
@@ -182,43 +148,22 @@ class Bools(Column):
         return self.gather(where).numpy()
 
 
-class _Offsets:
-    """Where each row of varying length begins and ends."""
-
-    def __init__(self, arrays: Sequence[ArrowArray]) -> None:
-        addresses = [array.buffers()[1].address for array in arrays]
-        self._span = _Span(addresses, [len(array) + 1 for array in arrays], torch.int32, 1)
-
-    def at(self, where: Located) -> tuple[Ids, Ids]:
-        begins = self._span.take(where.files, where.rows).numpy().astype(np.int64)
-        ends = self._span.take(where.files, where.rows + 1).numpy().astype(np.int64)
-        return begins, ends
-
-    def of(self, file: int, rows: int) -> npt.NDArray[np.int32]:
-        """All offsets of one file."""
-        found: npt.NDArray[np.int32] = self._span.slice(file, 0, rows + 1).numpy()
-        return found
-
-
 class Lists(Column):
     """As many numbers as there are, such as tokens."""
 
-    def __init__(
-        self, name: str, arrays: Sequence[ArrowArray], kind: ColumnKind, pad: float | None, uniform: bool
-    ) -> None:
-        """`pad`: what makes rows of a batch equally long; `uniform`: they all are."""
-        super().__init__(name, arrays, None)
+    def __init__(self, data: ColumnData, kind: ColumnKind) -> None:
+        super().__init__(replace(data, nulls=0))  # a null list is an empty one
         assert kind.dtype is not None
-        self.offsets = _Offsets(arrays)
-        values = [array.values for array in arrays]
-        addresses = [part.buffers()[-1].address if len(part) else 0 for part in values]
-        real = [address for address in addresses if address]
-        counts = [len(part) for part in values]
-        self._span = _Span([a or (real or [_NOTHING])[0] for a in addresses], counts, kind.dtype, 1)
-        self.values_in_files = counts
+        self.offsets = Offsets(data.arrays, data.memory)
+        values = [array.values for array in data.arrays]
+        found = [part.buffers()[-1].address if len(part) else 0 for part in values]
+        somewhere = next((address for address in found if address), NOTHING)
+        self.values_in_files = [len(part) for part in values]
+        addresses = [address or somewhere for address in found]
+        self._span = Span(addresses, self.values_in_files, kind.dtype, 1, data.memory)
         self.dtype = kind.dtype
-        self._pad = pad
-        self._uniform = uniform
+        self._pad = data.pad
+        self._uniform = data.uniform
 
     def gather(self, where: Located) -> torch.Tensor:
         """One row each, filled up with `pad` to the longest."""
@@ -227,7 +172,7 @@ class Lists(Column):
                 f"column '{self.name}' has rows of unequal length; give pad={{'{self.name}': 0}}, or collate=, or pack "
                 f"it: PackedTokens(store, '{self.name}', length=1024)."
             )
-        begins, ends = self.offsets.at(where)
+        begins, ends = self.offsets.at(where.files, where.rows)
         lengths = ends - begins
         longest = int(lengths.max(initial=0))
         flat = self._flat(where.files, begins, lengths)
@@ -240,7 +185,7 @@ class Lists(Column):
 
     def rows(self, where: Located) -> list[torch.Tensor]:
         """One tensor a row, each a copy."""
-        begins, ends = self.offsets.at(where)
+        begins, ends = self.offsets.at(where.files, where.rows)
         flat = self._flat(where.files, begins, ends - begins)
         return list(torch.split(flat, (ends - begins).tolist()))
 
@@ -250,7 +195,7 @@ class Lists(Column):
 
     def keys(self, where: Located) -> npt.NDArray[Any]:
         """The length."""
-        begins, ends = self.offsets.at(where)
+        begins, ends = self.offsets.at(where.files, where.rows)
         return ends - begins
 
     def _flat(self, files: Ids, begins: Ids, lengths: Ids) -> torch.Tensor:
@@ -263,21 +208,25 @@ class Lists(Column):
 class Texts(Column):
     """Text, or bytes: lists of Python objects."""
 
-    def __init__(
-        self, name: str, arrays: Sequence[ArrowArray], decode: bool, fill: Fill | None = None
-    ) -> None:
-        super().__init__(name, arrays, fill)
-        self.offsets = _Offsets(arrays)
-        buffers = [array.buffers()[2] for array in arrays]
-        self._starts = np.array([_NOTHING if one is None else one.address for one in buffers], dtype=np.int64)
+    def __init__(self, data: ColumnData, decode: bool) -> None:
+        super().__init__(data)
+        self.offsets = Offsets(data.arrays, data.memory)
+        buffers = [array.buffers()[2] for array in data.arrays]
+        self._starts = np.array([NOTHING if one is None else one.address for one in buffers], dtype=np.int64)
         self._decode = decode
+        self._memory = data.memory
 
     def gather(self, where: Located) -> list[Any]:
         """The values of rows."""
-        begins, ends = self.offsets.at(where)
-        addresses = (begins + self._starts[where.files]).tolist()
+        begins, ends = self.offsets.at(where.files, where.rows)
+        places = begins + self._starts[where.files]
+        if self._memory is not None:
+            full = ends > begins
+            self._memory.need(where.files[full], places[full], (ends - begins)[full])
         read = ctypes.string_at
-        found: list[Any] = [read(a, n) for a, n in zip(addresses, (ends - begins).tolist(), strict=True)]
+        found: list[Any] = [
+            read(a, n) for a, n in zip(places.tolist(), (ends - begins).tolist(), strict=True)
+        ]
         if self._decode:
             found = [str(one, "utf-8") for one in found]
         missing = self.missing(where)
@@ -293,28 +242,14 @@ class Texts(Column):
         return array
 
 
-_ROOM = (ctypes.c_ubyte * 64)()
-_NOTHING = -(-ctypes.addressof(_ROOM) // 16) * 16
-"""An address that may be looked at, for columns without a single value."""
-
-
-def make_column(
-    name: str,
-    found: ArrowType,
-    arrays: Sequence[ArrowArray],
-    fill: Fill | None = None,
-    pad: float | None = None,
-    uniform: bool = False,
-) -> Column:
+def make_column(found: ArrowType, data: ColumnData) -> Column:
     """The column of a type over the arrays of all files."""
-    kind = kind_of(name, found)
+    kind = kind_of(data.name, found)
     if kind.kind == "numbers":
-        return Numbers(name, arrays, kind, fill)
+        return Numbers(data, kind)
     if kind.kind == "bool":
-        return Bools(name, arrays, fill)
-    if kind.kind == "list":
-        return Lists(name, arrays, kind, pad, uniform)
-    return Texts(name, arrays, kind.kind == "text", fill)
+        return Bools(data)
+    return Lists(data, kind) if kind.kind == "list" else Texts(data, decode=kind.kind == "text")
 
 
 class Keys:

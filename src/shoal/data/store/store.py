@@ -14,10 +14,23 @@ from shoal.data.source import BatchSource
 from shoal.data.store.arrow import RecordBatch, Schema
 from shoal.data.store.build import BuildOptions as BuildOptions
 from shoal.data.store.build import Rows, build
-from shoal.data.store.columns import Column, Fill, Keys, Lists, Located, Numbers, make_column, row_starts
+from shoal.data.store.columns import (
+    Column,
+    ColumnData,
+    Fill,
+    Keys,
+    Lists,
+    Located,
+    Numbers,
+    make_column,
+    row_starts,
+)
 from shoal.data.store.manifest import StoreManifest
 from shoal.data.store.mapping import Mapping as MappedFile
-from shoal.data.store.place import open_place
+from shoal.data.store.places.open_place import CACHE_LIMIT, cache_folder, open_place
+from shoal.data.store.places.pages import Cache, Pages
+from shoal.data.store.places.remote_place import RemotePlace
+from shoal.data.store.span import Memory
 from shoal.data.store.verify import problems
 from shoal.data.store.versions import read_manifest
 from shoal.errors import ConfigError
@@ -53,12 +66,15 @@ class Store(BatchSource):
         pad: Mapping[str, float] | None = None,
         fill: Mapping[str, Fill] | None = None,
         transform: Transform | None = None,
+        cache: str | Path | None = None,
+        cache_limit: int = CACHE_LIMIT,
     ) -> None:
         """`version`: None is the newest. `since`: only rows that came after that version.
 
         `columns`: samples are tuples of these columns, in this order; by default dicts of all of them. `pad`: fills
         rows of lists up to the longest of their batch. `fill`: what stands for null. `transform`: sample -> sample;
-        what it draws from global generators is keyed by sample.
+        what it draws from global generators is keyed by sample. `cache`: the folder for blocks of a store at a URL, by
+        default ~/.cache/shoal, which holds up to `cache_limit` bytes.
         """
         self.url = str(url)
         self._asked = {
@@ -68,8 +84,11 @@ class Store(BatchSource):
             "pad": pad,
             "fill": fill,
             "transform": transform,
+            "cache": cache,
+            "cache_limit": cache_limit,
         }
-        self._place = open_place(url)
+        self._cache = Cache(cache_folder(cache), cache_limit)
+        self._place = open_place(url, self._cache.folder)
         self.manifest = read_manifest(self._place, version)
         self.version = self.manifest.version
         self._first = self.manifest.rows_of(since) if since is not None else 0
@@ -84,6 +103,8 @@ class Store(BatchSource):
             self._check(name)
         self._columns: dict[str, Column] = {}
         self._batches: list[RecordBatch] = []
+        self._pages: Pages | None = None
+        self._memory: Memory | None = None
 
     @staticmethod
     def write(
@@ -161,12 +182,18 @@ class Store(BatchSource):
         if name not in self._columns:
             self._check(name)
             self._map()
-            uniform = [file.lengths.get(name, [0, 1]) for file in self.manifest.files]
-            same = len({length for pair in uniform for length in pair}) == 1
-            arrays = [batch.column(name) for batch in self._batches]
-            self._columns[name] = make_column(
-                name, arrays[0].type, arrays, self._fill.get(name), self._pad.get(name), same
+            files = self.manifest.files
+            lengths = {length for file in files for length in file.lengths.get(name, [0, 1])}
+            data = ColumnData(
+                name,
+                [batch.column(name) for batch in self._batches],
+                sum(file.nulls.get(name, 0) for file in files),
+                self._fill.get(name),
+                self._pad.get(name),
+                len(lengths) == 1,
+                self._memory,
             )
+            self._columns[name] = make_column(data.arrays[0].type, data)
         return self._columns[name]
 
     @property
@@ -174,11 +201,18 @@ class Store(BatchSource):
         """Whether `since` leaves rows out."""
         return self._first > 0
 
-    def record_batches(self) -> list[RecordBatch]:
-        """The mapped files as Arrow's record batches, without those rows that `since` leaves out."""
+    def record_batches(self, rows: int | None = None) -> list[RecordBatch]:
+        """The mapped files as Arrow's record batches, without those rows that `since` leaves out.
+
+        `rows`: no more files than hold so many of the first rows.
+        """
         self._map()
-        found = []
-        for batch, start in zip(self._batches, self._starts.tolist(), strict=True):
+        found: list[RecordBatch] = []
+        for number, (batch, start) in enumerate(zip(self._batches, self._starts.tolist(), strict=True)):
+            if rows is not None and start - self._first >= rows:
+                break
+            if self._pages is not None:
+                self._pages.need_all(number)
             skipped = max(self._first - start, 0)
             if skipped < batch.num_rows:
                 found.append(batch.slice(skipped))
@@ -224,17 +258,32 @@ class Store(BatchSource):
     def _map(self) -> None:
         if self._batches:
             return
+        files = self.manifest.files
+        paths = self._paths()
+        mapped = [MappedFile(path, file.bytes) for path, file in zip(paths, files, strict=True)]
+        if self._pages is not None:
+            self._memory = Memory(self._pages, [one.address for one in mapped])
         batches = []
-        for file in self.manifest.files:
-            batch = MappedFile(self._place.local(file), file.bytes).record_batch()
+        for path, file, one in zip(paths, files, mapped, strict=True):
+            batch = one.record_batch()
             found = {entry.name: str(entry.type) for entry in batch.schema}
             if batch.num_rows != file.rows or found != dict(self.manifest.columns):
                 raise ConfigError(
-                    f"{self._place.local(file)} has {batch.num_rows} rows of {found}, and its manifest says otherwise; "
+                    f"{path} has {batch.num_rows} rows of {found}, and its manifest says otherwise; "
                     "it is damaged."
                 )
             batches.append(batch)
         self._batches = batches
+
+    def _paths(self) -> list[Path]:
+        """Where the files can be mapped."""
+        files = self.manifest.files
+        if not isinstance(self._place, RemotePlace):
+            return [self._place.local(file) for file in files]
+        folder = self._cache.hold(self._place.title, self.manifest.nbytes)
+        self._pages = Pages(folder, files, self._place.fetch, self._place.title)
+        self._pages.need_ends()
+        return self._pages.paths
 
 
 def _from_row(batches: list[RecordBatch]) -> Rows:

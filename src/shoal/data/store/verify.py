@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import xxhash
 
 from shoal.data.store.manifest import BLOCK, StoreFile, StoreManifest
-from shoal.data.store.place import Place
+from shoal.data.store.places.place import Place
 from shoal.errors import ConfigError
 
 

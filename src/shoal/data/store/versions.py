@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.data.store.manifest import StoreManifest, version_name
-from shoal.data.store.place import Place
+from shoal.data.store.places.place import Place
 from shoal.errors import ConfigError
 
 
@@ -11,7 +11,7 @@ def read_manifest(place: Place, version: int | None = None) -> StoreManifest:
     """The manifest of a version, by default of the newest; or a sentence why not.
 
     >>> from pathlib import Path
-    >>> from shoal.data.store.place import LocalPlace
+    >>> from shoal.data.store.places.place import LocalPlace
     >>> read_manifest(LocalPlace(Path("nowhere")))
     Traceback (most recent call last):
     shoal.errors.ConfigError: there is no store at nowhere; build one with shoal data build, or look at the address.

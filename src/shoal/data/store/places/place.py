@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.data.store.manifest import StoreFile, is_data_name, version_of
-from shoal.errors import ConfigError
 from shoal.sealed import read_file, write_file
 
 DATA = "data"
@@ -120,17 +119,3 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def open_place(url: str | Path) -> Place:
-    """The place that a URL or a path names.
-
-    >>> open_place("data/texts").title
-    'data/texts'
-    """
-    text = str(url)
-    if "://" not in text:
-        return LocalPlace(Path(text))
-    if text.startswith("file://"):
-        return LocalPlace(Path(text.removeprefix("file://")))
-    raise ConfigError(f"a store cannot lie at {text}; give a folder.")

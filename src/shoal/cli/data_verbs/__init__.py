@@ -1,0 +1,1 @@
+"""`shoal data`: build stores, look at them, check, copy and clear them."""
