@@ -88,7 +88,7 @@ class PackedTokens(BatchSource):
     def batch(self, ids: Ids) -> Batch:
         """Tokens, segments and positions of some samples, one row each."""
         shape = (len(ids), self._length)
-        tokens = torch.full(shape, self._pad, dtype=self._lists.dtype)
+        tokens = torch.full(shape, self._pad, dtype=self._lists.dtype, device="cpu")
         segments = np.full(shape, -1, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
         for row, (begin, end) in enumerate(
