@@ -258,7 +258,7 @@ class TestConsole:
                 now += 0.04
         lines = out.getvalue().splitlines()
         assert lines[0] == (
-            "step 1/200  loss 2.3456  800 samples/s  data 1% compute 88% exposed 6% update 5%"
+            "step 1/200  loss 2.3456  800 samples/s  data 1% compute 88% exposed 6% update 5%  0 MB"
         )
         assert lines[-1].startswith("step 200/200")
         assert len(lines) == 3  # 8 s of steps, a line every 5 s
@@ -300,7 +300,7 @@ class TestConsole:
         *above, bar, end = terminal.screen()
         assert above == [*(f"the user says {n}" for n in (1, 2, 3, 4)), "done"]
         assert bar.startswith("zero1  ━━━━")
-        assert bar.endswith("4/4  loss 2.3456  800 samples/s  0:03 in all")
+        assert bar.endswith("4/4  loss 2.3456  800 samples/s  0:03 in all  0 MB")
         assert len(bar) < 80
         assert end == ""
 

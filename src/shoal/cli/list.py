@@ -88,6 +88,7 @@ def _slots() -> dict[str, Table[Any]]:
         partition,
         pipeline,
     )  # torch comes with these: not before they are needed
+    from shoal.report import trackers
     from shoal.train.technique import clip, learning_rate, precision
 
     return {
@@ -101,6 +102,7 @@ def _slots() -> dict[str, Table[Any]]:
         "precision": precision.TABLE,
         "schedule": learning_rate.TABLE,
         "clip": clip.TABLE,
+        "trackers": trackers.TABLE,
     }
 
 

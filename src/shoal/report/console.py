@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from time import monotonic
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 from shoal.report.meter import PHASES, Times
-from shoal.types import StepReport
+from shoal.report.notebook import NotebookBar, in_notebook
+from shoal.types import StepReport, Value
 
 BAR_SECONDS = 0.125
 LINE_SECONDS = 5.0
@@ -40,7 +41,11 @@ class Console:
         self.total_steps = total_steps
         self.title = title
         self._stream = stream if stream is not None else sys.stdout
-        self._bar = _Bar(self._stream) if _is_terminal(self._stream) else None
+        self._bar = _make_bar(self._stream)
+        self.values: Mapping[str, Value] = {}
+        """What the user has measured, to be shown."""
+        self.slowest = ""
+        """The rank that others wait for, in words; empty where they are even."""
         self._interval = LINE_SECONDS if self._bar is None else BAR_SECONDS
         self._recent: list[StepReport] = []  # since the last time something was shown
         self._last: StepReport | None = None
@@ -90,7 +95,8 @@ class Console:
         if self._bar is not None:
             self._bar.draw(self._bar_text(report, now))
         else:
-            self._line(f"step {self._number(report)}  {self._facts(report)}  {_split(self._recent)}")
+            line = f"step {self._number(report)}  {self._facts(report)}  {_split(self._recent)}"
+            self._line("  ".join([line, *self._more(report)]))
         self._recent.clear()
         self._due = now + self._interval
 
@@ -98,8 +104,13 @@ class Console:
         seconds = sum(r.seconds for r in self._recent)
         rate = sum(r.samples for r in self._recent) / seconds if seconds > 0 else 0.0
         skipped = f"  {self._skipped} skipped" if self._skipped else ""
-        metrics = "".join(f"  {name} {value:.4g}" for name, value in report.metrics.items())
+        measured: Mapping[str, Value] = {**self.values, **report.metrics}
+        metrics = "".join(f"  {name} {_short(value)}" for name, value in measured.items())
         return f"loss {report.loss:.4f}{metrics}  {_rate(rate)} samples/s{skipped}"
+
+    def _more(self, report: StepReport) -> list[str]:
+        """What is shown where there is room."""
+        return [_size(report.peak_memory), *([self.slowest] if self.slowest else [])]
 
     def _bar_text(self, report: StepReport, now: float) -> str:
         if self.total_steps is None:
@@ -112,6 +123,9 @@ class Console:
         facts = f"{self._number(report)}  {self._facts(report)}  {eta}".rstrip()
         columns = _columns(self._stream)
         title = f"{self.title}  " if self.title else ""
+        for more in self._more(report):
+            if len(title) + len(facts) + len(more) + 14 <= columns:
+                facts += f"  {more}"
         room = min(40, columns - len(title) - len(facts) - 2)
         if room < 5:
             return f"{title}{facts}"[:columns]
@@ -124,6 +138,20 @@ class Console:
         # Flushed at once: in a pipe or a batch log nothing else would show that the run is alive.
         self._stream.write(text + "\n")
         self._stream.flush()
+
+
+def _make_bar(stream: TextIO) -> _Bar | NotebookBar | None:
+    if _is_terminal(stream):
+        return _Bar(stream)
+    return NotebookBar() if stream is sys.stdout and in_notebook() else None
+
+
+def _size(memory: int) -> str:
+    return f"{memory / 1e9:.2f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB"
+
+
+def _short(value: Value) -> str:
+    return value[:20] if isinstance(value, str) else f"{value:.4g}"
 
 
 class _Bar:

@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median_low
 from time import monotonic, time
 
 import psutil
@@ -28,6 +29,8 @@ from shoal.world.progress_page import ProgressPage
 WRITE_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 """A file that is older says nothing any more about now."""
+SLOWEST_SECONDS = 3.0
+SLOW_RATIO = 1.2
 LARGEST = 64 << 10
 """Bytes; a file that is longer is none of ours."""
 
@@ -61,6 +64,8 @@ class RankState:
     """Of the whole job."""
     seconds: float = 0.0
     """A step's, lately."""
+    busy: float = 0.0
+    """Of these, those in which nobody was waited for, with what lies between two steps."""
     memory: int = 0
     peak_memory: int = 0
     saved: int = 0
@@ -104,9 +109,14 @@ class StateFile:
             "device": device,
         }
         self.last: StepReport | None = None
-        """The newest step; the loop only stores it here."""
-        self._seen = (0, monotonic())
+        """The newest step."""
+        self.slowest = ""
+        """On the first rank: who is slow, in words."""
+        self._waited = 0.0
+        self._seen = (0, monotonic(), 0.0)
         self._seconds = 0.0
+        self._busy = 0.0
+        self._looked = monotonic()
         self._end = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._keep, name="shoal-state", daemon=True)
@@ -116,6 +126,11 @@ class StateFile:
         """Training begins; `facts`: strategy, steps."""
         self._facts |= {**facts, "state": "running", "why": ""}
         self._write()
+
+    def step(self, report: StepReport) -> None:
+        """A step is done; the thread makes of it what there is to say."""
+        self.last = report
+        self._waited += report.exposed_seconds
 
     def end(self, state: str, why: str) -> None:
         """The last word of this loop, written at once; another may begin."""
@@ -129,6 +144,9 @@ class StateFile:
     def _keep(self) -> None:
         while not self._end.wait(WRITE_SECONDS):
             self._write()
+            if self._facts["rank"] == 0 and monotonic() - self._looked > SLOWEST_SECONDS:
+                self._looked = monotonic()
+                self.slowest = slowest_of(read_states(self._path.parent))
 
     def _write(self) -> None:
         if os.getpid() != self._facts["pid"]:
@@ -141,10 +159,11 @@ class StateFile:
 
     def _now(self) -> dict[str, object]:
         place, last, now, wall = self._page.read(), self.last, monotonic(), time()
-        steps, at = self._seen
+        steps, at, waited = self._seen
         if place.step > steps and now - at >= WRITE_SECONDS / 2:
             self._seconds = (now - at) / (place.step - steps)
-            self._seen = (place.step, now)
+            self._busy = max(0.0, now - at - (self._waited - waited)) / (place.step - steps) if steps else 0.0
+            self._seen = (place.step, now, self._waited)
         found: dict[str, object] = {
             "step": place.step,
             "doing": str(place),
@@ -160,6 +179,7 @@ class StateFile:
             seconds = last.seconds or self._seconds
             rate = round(last.samples / seconds, 3) if seconds else 0.0
             found |= {"loss": last.loss if finite else None, "seconds": seconds, "samples_per_second": rate}
+            found["busy"] = self._busy
         return found
 
 
@@ -184,6 +204,21 @@ def _fits(value: object, kind: type) -> bool:
     if kind is float or kind is type(None):
         return isinstance(value, int | float) and abs(value) < 1e300
     return isinstance(value, kind) and not (isinstance(value, int) and abs(value) >= 1 << 63)
+
+
+def slowest_of(states: Sequence[RankState]) -> str:
+    """Who is slow beside the median rank, in words; empty where nobody is, or where there is one rank only.
+
+    >>> slowest_of([RankState(0, busy=0.1), RankState(1, busy=0.1), RankState(2, busy=0.15)])
+    'rank 2 slow: 1.5x'
+    """
+    busy = [(state.busy, state.rank) for state in states if state.state == "running" and state.busy > 0]
+    if len(busy) < 2:
+        return ""
+    # Of two, the lower: else the slower of two ranks would be compared with itself.
+    median = median_low([seconds for seconds, _ in busy])
+    worst, rank = max(busy)
+    return f"rank {rank} slow: {worst / median:.1f}x" if worst > SLOW_RATIO * median else ""
 
 
 def read_states(folder: Path) -> list[RankState]:

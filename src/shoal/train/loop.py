@@ -14,6 +14,7 @@ from shoal.data.loader import Loader
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.exchange.contract import StepView
+from shoal.report.profile import StepProfile, profile_steps
 from shoal.report.state import StateFile
 from shoal.train.calls.call import END_OF_LOOP, LOOP
 from shoal.train.calls.calls import Calls
@@ -69,11 +70,15 @@ class Loop:
     """Why the workers were started anew, if they were."""
     foresight: Foresight | None = None
     """What was predicted of this run; None: nothing."""
+    trackers: str = ""
+    profile: str = ""
 
     @cached_property
     def journal(self) -> Journal:
         """The progress bar and the event log."""
-        return Journal(self.log, self.header, self.progress_bar, self.context.meter, self.state)
+        return Journal(
+            self.log, self.header, self.progress_bar, self.context.meter, self.state, self.trackers
+        )
 
     @property
     def page(self) -> ProgressPage:
@@ -118,6 +123,9 @@ class Loop:
                 step = f"in step {self.calls.begun}"
                 note_place(error, self.context.world.rank, step, shortage.remedies)
             raise
+        finally:
+            if self._profiler is not None:
+                self._profiler.close()
 
     def _steps(self, goal: Goal, progress: Progress, stop: StopRequest) -> Iterator[StepReport]:
         context, journal = self.context, self.journal
@@ -187,12 +195,25 @@ class Loop:
             journal.change(str(change), change.facts())
         journal.servers(context.exchange.servers)
 
+    @cached_property
+    def _profiler(self) -> StepProfile | None:
+        """What profile= asks for, on this rank."""
+        steps = profile_steps(self.profile)
+        if steps is None or self.log is None:
+            return None
+        return StepProfile(*steps, self.log / f"profile-rank{self.context.world.rank:05}.json")
+
     def _take(self, view: StepView) -> StepReport:
         """One step; after a restart also the words that belong to it."""
         context, again = self.context, self.again
         if again.times:
             note_suspects(again, context, view.step)
+        profiler = self._profiler
+        if profiler is not None:
+            profiler.before(view.step + 1)
         report = run_step(context, view) if context.own_step is None else run_own_step(context, view)
+        if profiler is not None and (said := profiler.after(view.step + 1)):
+            self.journal.say(said)
         if again.times and self.page.is_back():
             tell_return(again, view.step, self.journal)
         return report

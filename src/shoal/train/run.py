@@ -160,7 +160,7 @@ class Run(RunConfig):
         self.checkpoint = f"{record}/checkpoint"
         self.checkpoint_every = None
         self.copies = ""
-        self.__dict__ |= {"log": None, "progress": False}
+        self.__dict__ |= {"log": None, "progress": False, "trackers": "", "profile": ""}
 
     def _make_loop(self, launch: Launch) -> Loop:
         return Loop(
@@ -177,6 +177,8 @@ class Run(RunConfig):
             self._state,
             launch.again,
             self._foresight,
+            self.trackers,
+            self.profile,
         )
 
     @property

@@ -18,6 +18,8 @@ from shoal.data.sampler import Sampler
 from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
+from shoal.report.profile import profile_steps
+from shoal.report.trackers.send import tracker_names
 from shoal.table import did_you_mean
 from shoal.train.model.buffer_rules import BufferWords, check_words
 from shoal.train.model.make import MODEL, MakeModel
@@ -141,6 +143,10 @@ class RunConfig:
     """Second copies of checkpoints: "peer" (in the memory of hosts), URLs such as "s3://bucket/run", or both."""
     log: str | None = "auto"
     """Folder for events.jsonl; "auto" is the checkpoint folder, or runs/<name of the script>; None writes none."""
+    trackers: str = ""
+    """Where numbers go besides: "tensorboard, wandb, mlflow, trackio"; from a thread that no step waits for."""
+    profile: str = ""
+    """Steps that torch's profiler records on every rank, into the log's folder: "steps=10:13"."""
     progress: bool = True
     """Show a progress bar, or plain lines where there is no terminal."""
     backend: str = "auto"
@@ -196,6 +202,10 @@ def check_kinds(config: RunConfig) -> None:
             f"loss= is a {type(config.loss).__name__}; give a function (output, batch) -> (sum, count)."
         )
     check_words(config.buffers)
+    if (tracker_names(config.trackers) or profile_steps(config.profile)) and config.log is None:
+        raise ConfigError(
+            "trackers= and profile= write into the log's folder, and log=None: give log= a folder."
+        )
     if not isinstance(config.tensor_rules, Mapping):
         raise ConfigError(
             f'tensor_rules= is a {type(config.tensor_rules).__name__}; give a dict such as {{"*.up": "column"}}.'

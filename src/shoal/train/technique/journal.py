@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from shoal.report.meter import Meter
 from shoal.report.servers import describe_servers
 from shoal.report.spans import SpanKind
 from shoal.report.state import StateFile
+from shoal.report.trackers.send import Sending, tracker_names
 from shoal.types import StepReport, Value
 
 SERVERS_SECONDS = 10.0
@@ -28,7 +30,13 @@ class Journal:
     """The bar, the log and the spans of one rank; open while it trains."""
 
     def __init__(
-        self, folder: Path | None, header: Header, bar: bool, meter: Meter, state: StateFile | None
+        self,
+        folder: Path | None,
+        header: Header,
+        bar: bool,
+        meter: Meter,
+        state: StateFile | None,
+        trackers: str = "",
     ) -> None:
         """`folder`: of the event logs; None writes none. `header`: begins the log, and says which rank this is."""
         self._rank = rank = int(str(header.get("rank", 0)))
@@ -43,6 +51,11 @@ class Journal:
         self._console: Console | None = None
         self._events: EventLog | None = None
         self._noted = 0.0
+        self._sending: Sending | None = None
+        names = tracker_names(trackers) if self._first else []
+        if names and folder is not None:
+            self._sending = Sending(names, folder, header)
+            weakref.finalize(self, self._sending.close)  # at exit too: a script may log after its loop
 
     def open(self, total: int | None) -> None:
         """Training begins, or goes on, towards so many steps."""
@@ -57,10 +70,16 @@ class Journal:
 
     def step(self, report: StepReport) -> None:
         """A step is done."""
-        if self._console is not None:
-            self._console.update(report)
         if self._state is not None:
-            self._state.last = report
+            self._state.step(report)
+        if self._console is not None:
+            if self._state is not None:
+                self._console.slowest = self._state.slowest
+            self._console.update(report)
+        if self._sending is not None:
+            self._sending.step(report)
+            for text in self._sending.words():
+                self.say(text)
         if self._events is not None and self._events.write(report):
             self._spans.flush()
 
@@ -118,7 +137,13 @@ class Journal:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """What the user has measured after so many steps; a line of its own in the log."""
-        if self._path is None or not self._first:
+        if not self._first:
+            return
+        if self._console is not None:
+            self._console.values = {**self._console.values, **values}
+        if self._sending is not None:
+            self._sending.log(step, values)
+        if self._path is None:
             return
         # JSON has no NaN.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -132,6 +157,10 @@ class Journal:
     def close(self, step: int = 0) -> None:
         """Training is over, for now, after so many steps; the exception under way, if there is one, says why."""
         why, error = ending(sys.exception())
+        if self._sending is not None:
+            self._sending.drain()
+            for text in self._sending.words():
+                self.say(text)
         if self._events is not None:
             self._events.note("end", {"why": why, "after": step, **({"error": error} if error else {})})
         if self._state is not None:
