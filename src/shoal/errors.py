@@ -126,5 +126,7 @@ class Loss:
     phase: str = ""
     log: str = ""
     """Where the run keeps its event logs."""
+    plan: str = ""
+    """The strategy, as the run has understood it."""
     samples: str = ""
     """The numbers of its samples in that step, where it is known that it was lost there before."""

@@ -14,6 +14,9 @@ from commands import Done, environment, finish, losses, write
 from warm import Command
 
 from shoal.cluster import stalls
+from shoal.cluster.recovery import elastic
+from shoal.report.events import read_events
+from shoal.report.schema import problems
 from shoal.train.state import pace
 
 TRAIN = """
@@ -28,22 +31,27 @@ def lose(rank, step, how, times, where):
     if before == int(times):
         return
     seen.write_text("x" * (before + 1))
+    if how == "slow":
+        time.sleep(3)
+        return
     if how == "error":
         raise ConnectionResetError("the cable is out")
     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     time.sleep(60)
 
 def losing(output, batch):
-    for word in sys.argv[1:]:
+    for word in words:
         lose(*word.split(":"), "forward")
     return loss(output, batch)
 
-now = 1
+now, words = 1, [word for word in sys.argv[1:] if word != "plain"]
+if len(words) < len(sys.argv) - 1:  # nothing in it depends on the number of workers but rounding
+    settings |= dict(model=lambda: nn.Linear(5, 3), precision="fp64")
 run = shoal.Run(**settings | dict(loss=losing, schedule="exponential(0.99)", schedule_every="call"))
 measured = [run.evaluate(data).loss]
 for end in (10, 25, 40):
     for step in run.steps(end):
-        for word in sys.argv[1:]:
+        for word in words:
             now = step.number
             lose(*word.split(":"), "")
         now = step.number + 1
@@ -62,11 +70,14 @@ EXACT = (*SOON, "zero1", "zero2")
 def sooner() -> None:
     """In the forked command: snapshots every few of these tiny steps, and a hang is found after a second."""
     pace.SHARE = 3.0
+    elastic.COOL_SECONDS = 1.0
     stalls.TELL_SECONDS = 0.5
     stalls.LOOK_SECONDS = 0.25
 
 
-def train(folder: Path, strategy: str, *words: str, workers: int = 2, options: tuple[str, ...] = ()) -> Done:
+def train(
+    folder: Path, strategy: str, *words: str, workers: int | str = 2, options: tuple[str, ...] = ()
+) -> Done:
     command = ("-m", "shoal", "run", "--workers", str(workers), "--strategy", strategy, *options)
     script = write(folder, TRAIN)
     return finish(Command(folder, environment(folder), (*command, script, *words), enter=sooner))
@@ -92,7 +103,9 @@ def came_back(done: Done) -> list[int]:
     result, memory = done.out.split()
     assert not os.path.exists(memory), "snapshots are left in memory"
     assert len(result) == 64
-    found = re.findall(r"shoal: going on from (the beginning|step \d+), [\d.]+ s after the loss\.", done.err)
+    found = re.findall(
+        r"shoal: going on from (the beginning|step \d+), [\d.]+ s after the (?:loss|change)\.", done.err
+    )
     return [0 if place == "the beginning" else int(place.split()[1]) for place in found]
 
 
@@ -115,6 +128,23 @@ def test_a_lost_worker_changes_no_bit(
     state, each = undisturbed(strategy)
     assert done.out.split()[0] == state, "the state at the end"
     assert losses(tmp_path) == each, "each step once, with the loss it had"
+
+
+def test_a_place_that_keeps_dying_is_given_up_and_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = train(tmp_path / "one", "solo", "plain", workers=1)
+    done = train(tmp_path, "ddp", "plain", "2:13:kill:1", "2:21:body:1", "0:35:slow:1", workers="2:3")
+    assert len(came_back(done)) == 3, done.err
+    told = [line for line in done.err.splitlines() if "workers go on" in line]
+    assert told == [
+        "shoal: worker 2 was lost twice in a row: 2 workers go on, and 3 after a minute.",
+        "shoal: 3 workers go on, in place of 2.",
+    ]
+    assert one.code == 0, one.err
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+    events = read_events(tmp_path / "log" / "events-launcher.jsonl")
+    assert [event["event"] for event in events] == ["failure", "failure", "resize", "resize"]
+    assert not [problem for event in events for problem in problems(event)]
 
 
 @pytest.mark.all_only

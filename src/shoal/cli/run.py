@@ -9,6 +9,7 @@ import typer
 
 from shoal.cluster.dry_run import try_model
 from shoal.cluster.local import Job, check, forkable_imports
+from shoal.cluster.recovery.elastic import parse_workers
 from shoal.cluster.recovery.retries import RETRIES
 from shoal.cluster.recovery.supervise import run_job
 from shoal.cluster.stalls import HANG_SECONDS
@@ -16,6 +17,14 @@ from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
 
+Workers = Annotated[
+    str,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Workers on this host (2, or 1 on one core); 2:4 goes on with fewer where one keeps dying.",
+        show_default=False,
+    ),
+]
 HangLimit = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="After this a worker that hangs is taken for lost; 0: never."),
@@ -31,7 +40,7 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(help="Passed on to the script.", show_default=False)
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers on this host (2, or 1 on one core).")] = None,
+    workers: Workers = "",
     strategy: Annotated[str, typer.Option(help='How the work is shared, such as "zero1".')] = "",
     steps: Annotated[str, typer.Option(help="How long to train: 100, or 2ep for two epochs.")] = "",
     settings: Annotated[
@@ -66,10 +75,12 @@ def run(
     shoal run --set clip=0.5 --set precision=bf16 train.py
     shoal run --hosts 2 --host 0 --at 10.0.0.1:29500 train.py    (and --host 1 on the other)
     """
+    least, most = parse_workers(workers) if workers else (0, default_workers())
     job = Job(
         script=script,
         args=tuple(args or ()),
-        workers=default_workers() if workers is None else workers,
+        workers=most,
+        least=least,
         overrides=overrides(strategy, steps, settings or []),
         threads=threads,
         output=output,

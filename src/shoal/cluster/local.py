@@ -59,6 +59,8 @@ class Job:
 
     hang_limit: float = HANG_SECONDS
     """Seconds after which a worker that hangs is taken for lost; 0: it never is. See stalls.py."""
+    least: int = 0
+    """With fewer workers than these the job does not go on; 0: than all of them. See recovery/elastic.py."""
     retries: int = 0
     """After a lost worker all are started again, so often in a row without progress. See recovery/."""
 
@@ -88,11 +90,11 @@ class Attempt:
     environment: Mapping[str, str] = field(default_factory=dict)
     """What workers are told of this start."""
 
-    def run(self, goes_on: Callable[[WorkerFailed, int], bool]) -> None:
+    def run(self, goes_on: Callable[[WorkerFailed, int], bool], yields_in: float | None = None) -> bool:
         """Until all have ended well; raises the first cause where one has not.
 
-        `goes_on`: given that and the last step that was begun, whether there will be another start. Then nobody is
-        waited for.
+        `yields_in`: after so many seconds they are asked to make way for others; whether they have. `goes_on`: given
+        the error and the last step that was begun, whether there will be another start. Then nobody is waited for.
         """
         job, folder = self.job, self.folder
         stalls = Stalls(folder, job.size, job.host_name, job.hang_limit, say)
@@ -109,7 +111,11 @@ class Attempt:
             with self.interrupts.held():
                 for index in range(job.workers):
                     starter.start(index)
-            crew.watch(job.seconds)
+            crew.watch(job.seconds if yields_in is None else yields_in)
+            if yields_in is not None and crew.works:
+                crew.ask_to_yield()
+                crew.watch()
+            return crew.yielded
         except WorkerFailed as failed:
             if goes_on(failed, crew.reached):
                 crew.kill()

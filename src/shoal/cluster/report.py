@@ -214,6 +214,7 @@ def loss_at(place: Place, sentence: str, rank: int, pid: int, cause: str) -> Los
         pid=pid,
         phase=place.phase.name.lower(),
         log=place.log,
+        plan=place.plan,
         samples=place.samples if place.phase.in_step else "",
     )
 

@@ -23,6 +23,7 @@ from shoal.cluster.process_state import is_dying
 from shoal.cluster.stalls import LOOK_SECONDS, Stalls
 from shoal.cluster.worker import STOP_SIGNALS
 from shoal.errors import WorkerFailed
+from shoal.world.failure import YIELD_CODE
 from shoal.world.progress_page import Phase, Place, ProgressPage
 
 GATHER_SECONDS = 0.5
@@ -129,6 +130,9 @@ class Crew:
         self._endings: list[report.Ending] = []
         self._relays: list[output.Relay] = []
         self._ending = False
+        self._yielding = False
+        self.yielded = False
+        """Whether a worker has ended because it was asked to."""
         self._selector = selectors.EpollSelector()
         self._selector.register(interrupts.descriptors[0], selectors.EVENT_READ, interrupts.collect)
 
@@ -210,6 +214,17 @@ class Crew:
         while self._pids:
             self._wait(None)
 
+    def ask_to_yield(self) -> None:
+        """Have all workers end after a step, for another number of them; whoever does so ends well."""
+        self._yielding = True
+        for page in self._pages.values():
+            page.ask_to_yield()
+
+    @property
+    def works(self) -> bool:
+        """Whether any worker runs."""
+        return bool(self._pids)
+
     @property
     def reached(self) -> int:
         """The last step that any of the workers has begun."""
@@ -280,6 +295,9 @@ class Crew:
         if self._stalls is not None:
             self._stalls.remove(rank)
         self.ended(rank)
+        if self._yielding and code == YIELD_CODE:
+            self.yielded = True
+            code = 0
         if rank in self._dispensed:
             code = 0
         if code < 0 and not self._ending and self.replace(rank):

@@ -29,9 +29,10 @@ from shoal.train.step_context import StepContext
 from shoal.train.technique.journal import Header, Journal
 from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
-from shoal.train.technique.stop_request import StopRequest
+from shoal.train.technique.stop_request import YIELD, StopRequest
 from shoal.train.watch.watch import Watch
 from shoal.types import StepReport
+from shoal.world.failure import YIELD_CODE
 from shoal.world.launch import Again
 from shoal.world.progress_page import Phase, ProgressPage
 
@@ -102,7 +103,8 @@ class Loop:
         exchange = self.context.exchange
         # Where workers meet at servers, each may come and go alone, and what counts is there.
         saves = self.checkpoints.saves and not exchange.uses_servers
-        stop = StopRequest(self.context.world, exchange.meeting_interval, saves, self.finishing)
+        page = self.page if self.checkpoints.keeps else None
+        stop = StopRequest(self.context.world, exchange.meeting_interval, saves, self.finishing, page)
         try:
             with stop:
                 yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
@@ -232,7 +234,7 @@ class Loop:
         self._save_decided(progress)
         self._leave_body(progress)
         if stop.reached(step):
-            self._leave(progress, stop)
+            self._make_way(progress, step) if stop.number == YIELD else self._leave(progress, stop)
         early = progress.early_stop
         if (early is None or not early.stopped) and self.context.exchange.work.saves:
             self._snapshot(progress, step)
@@ -296,6 +298,14 @@ class Loop:
         )
         self.page.enter(Phase.ENDED)
         stop.leave()
+
+    def _make_way(self, progress: Progress, step: int) -> None:
+        """Others go on from here, as many as the launcher wants."""
+        self.page.enter(Phase.SAVING)
+        self.checkpoints.snapshot_now(step, progress)
+        self.journal.flush()
+        self.page.enter(Phase.ENDED)
+        raise SystemExit(YIELD_CODE)
 
     def _say_nothing_is_left(self, goal: Goal, progress: Progress) -> None:
         early = progress.early_stop

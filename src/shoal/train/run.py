@@ -124,6 +124,7 @@ class Run(RunConfig):
         make = build if config.step is None else build_own_step
         self.plan, self._context = make(config, self.world, launch.record)
         self._context.meter.page = page
+        page.plans(str(self.plan))
         if launch.still:
             self._context.model.eval()
         self._calls = Calls.of(self.world, self._context.exchange, page)

@@ -25,6 +25,8 @@ _LOST_PEER = (
     "failed to recv, got 0 bytes",
 )
 
+YIELD_CODE = 75
+"""The exit code of a worker that was asked to make way for another number of workers."""
 SECOND_SECONDS = 0.5
 """So long other ranks leave the word to rank 0, which mostly says the same, and torchrun ends them with it."""
 _OURS = str(Path(__file__).parents[1]) + os.sep

@@ -21,6 +21,7 @@ _STEP = 2
 _DONE = 3
 _SAVED = 4
 _BACK = 5
+_ASKED = 6
 _LONGEST = 8
 """The longest time in each phase so far, as far as it was long at all."""
 _HISTOGRAM = 32
@@ -31,6 +32,7 @@ _FOLDER = 2048
 _CALL = 3072
 _LOG = 4096
 _SAMPLES = 5120
+_PLAN = 6144
 _TEXT = 1000
 _LONG_SECONDS = 10.0
 
@@ -89,6 +91,8 @@ class Place:
     log: str = ""
     """Where the run keeps its event logs; empty if it keeps none."""
     call: str = ""
+    plan: str = ""
+    """The strategy, once it is known."""
     samples: str = ""
     """Those of the step that was under way when a worker was lost before; empty at any other."""
     usual: float = 0.0
@@ -179,6 +183,19 @@ class ProgressPage:
         """A checkpoint of this step is on disk, or the run goes on from one."""
         self._slots[_SAVED] = max(self._slots[_SAVED], step)
 
+    def plans(self, plan: str) -> None:
+        """The run follows this strategy."""
+        self._write(_PLAN, plan)
+
+    def ask_to_yield(self) -> None:
+        """In the launcher: let this worker end after a step, once it is kept in memory."""
+        self._slots[_ASKED] = 1
+
+    @property
+    def is_asked_to_yield(self) -> bool:
+        """Whether the launcher has asked."""
+        return bool(self._slots[_ASKED])
+
     @property
     def back(self) -> bool:
         """Whether `is_back` was called."""
@@ -212,6 +229,7 @@ class ProgressPage:
             folder=self._text(_FOLDER),
             log=self._text(_LOG),
             call=self._text(_CALL),
+            plan=self._text(_PLAN),
             samples=self._text(_SAMPLES),
             usual=self._usual(),
             longest=slots[_LONGEST + phase],

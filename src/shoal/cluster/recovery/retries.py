@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.cluster.recovery.elastic import Size
 from shoal.errors import Loss, WorkerFailed
 
 RETRIES = 3
@@ -22,6 +23,8 @@ class Verdict:
     again: bool
     pause: float = 0.0
     """Seconds to wait before the next start."""
+    shrinks: bool = False
+    """Whether there are fewer workers then."""
     why: str = ""
     """Why there is none, where that needs saying; a sentence."""
 
@@ -47,20 +50,28 @@ class Retries:
         self._furthest = 0
         """The step that any start has begun."""
         self.in_vain = 0
+        self._shrunk = False
+        """Whether a place was given up since the last loss: then its samples were another worker's."""
         self.times = 0
         """How often the workers were started again."""
 
-    def after(self, failed: WorkerFailed, reached: int) -> Verdict:
-        """Decide. `reached`: the last step that the lost workers had begun."""
+    def after(self, failed: WorkerFailed, reached: int, size: Size | None = None) -> Verdict:
+        """Decide. `reached`: the last step that the lost workers had begun; `size`: may become smaller."""
         loss, before = failed.loss, self._last
         further = reached > self._furthest
         self._furthest = max(reached, self._furthest)
         if self._most == 0 or loss is None or not (loss.begun or self._furthest):
             return _NO
         self._last = loss
-        if before is not None and loss.step and _alike(before, loss):
+        if size is not None and size.shrink(loss, before):
+            self.times += 1
+            self.in_vain = 0
+            self._shrunk = True
+            return Verdict(again=True, shrinks=True)
+        if before is not None and loss.step and _alike(before, loss, self._shrunk):
             samples = f" Its samples in that step: {loss.samples}." if loss.samples else ""
             return Verdict(again=False, why=f"It was lost there twice, by {loss.cause}.{samples}")
+        self._shrunk = False
         self.in_vain = 0 if further else self.in_vain + 1
         if self.in_vain > self._most:
             starts = "one start" if self._most == 1 else f"{self._most} starts"
@@ -72,5 +83,5 @@ class Retries:
         return Verdict(again=True, pause=_PAUSES[min(self.in_vain, len(_PAUSES) - 1)])
 
 
-def _alike(one: Loss, other: Loss) -> bool:
-    return (one.rank, one.cause, one.place) == (other.rank, other.cause, other.place)
+def _alike(one: Loss, other: Loss, shrunk: bool) -> bool:
+    return (one.cause, one.place) == (other.cause, other.place) and (shrunk or one.rank == other.rank)

@@ -10,15 +10,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from shoal.cluster.local import Attempt, Job, check, import_torch, threads_of
+from shoal.cluster.recovery.elastic import Size
 from shoal.cluster.recovery.retries import Retries, Verdict
 from shoal.cluster.watch import Interrupts, say
-from shoal.errors import ConfigError, Loss, WorkerFailed
+from shoal.errors import ConfigError, WorkerFailed
 from shoal.world.launch import Again
 from shoal.world.private_folder import private_folder
 
@@ -35,71 +36,112 @@ def run_job(job: Job) -> None:
     check(job)
     if job.hosts > 1:  # the launchers of several hosts do not agree on a start
         job = replace(job, retries=0)
-    threads = threads_of(job)
     forkable = not job.fresh and import_torch(job)
     with private_folder() as private, _memory(job) as (memory, descriptor), Interrupts() as interrupts:
-        retries = Retries(job.retries)
-        environment = {"SHOAL_MEMORY": memory} if memory else {}
-        kept = [private.descriptor, *descriptor]
-        folder = private.path
-        while True:
-            attempt = Attempt(job, folder, interrupts, threads, forkable, kept, environment)
-            decision = _Decision(retries)
-            try:
-                attempt.run(decision)
-                return
-            except WorkerFailed as failed:
-                if not decision.verdict.again:
-                    raise _with(failed, decision.verdict.why) from None
-                again = decision.tell(failed)
-            interrupts.pause(decision.verdict.pause)
+        starts = _Starts(job, private.path, [private.descriptor, *descriptor], memory, interrupts, forkable)
+        while starts.run():
             interrupts.obey()
-            folder = os.path.join(private.path, f"start-{retries.times}")
-            os.mkdir(folder)
-            environment = {**environment, "SHOAL_AGAIN": json.dumps(asdict(again))}
 
 
-class _Decision:
-    """Whether there is another start; made while the workers of this one are still there."""
+class _Starts:
+    """One start after the other, until the job has come to its end."""
 
-    def __init__(self, retries: Retries) -> None:
-        self._retries = retries
+    def __init__(
+        self,
+        job: Job,
+        folder: str,
+        kept: Sequence[int],
+        memory: str,
+        interrupts: Interrupts,
+        forkable: bool,
+    ) -> None:
+        self._job = job
+        self._folder = folder
+        self._kept = kept
+        self._environment = {"SHOAL_MEMORY": memory} if memory else {}
+        self._interrupts = interrupts
+        self._forkable = forkable
+        self._retries = Retries(job.retries)
+        self._size = Size(job.workers, job.least or job.workers, job.workers)
+        self._number = 0
+        self._log = ""
+        """Where the run keeps its event logs, once that is known."""
         self._failed = 0.0
-        self.verdict = Verdict(again=False)
+        self._verdict = Verdict(again=False)
 
-    def __call__(self, failed: WorkerFailed, reached: int) -> bool:
+    def run(self) -> bool:
+        """One start; whether there has to be another."""
+        folder = os.path.join(self._folder, f"start-{self._number}") if self._number else self._folder
+        os.makedirs(folder, exist_ok=True)
+        job = replace(self._job, workers=self._size.now)
+        attempt = Attempt(
+            job,
+            folder,
+            self._interrupts,
+            threads_of(job),
+            self._forkable,
+            self._kept,
+            self._environment,
+        )
+        self._number += 1
+        self._verdict = Verdict(again=False)
+        try:
+            if not attempt.run(self._decide, self._size.grows_in):
+                return False
+            self._tell_growth()
+        except WorkerFailed as failed:
+            if not self._verdict.again:
+                raise _with(failed, self._verdict.why) from None
+            self._tell_loss(failed, job.workers)
+            self._interrupts.pause(self._verdict.pause)
+        return True
+
+    def _decide(self, failed: WorkerFailed, reached: int) -> bool:
+        """Whether there is another start; asked while the workers of this one are still there."""
         self._failed = time.monotonic()
-        self.verdict = self._retries.after(failed, reached)
-        return self.verdict.again
+        self._verdict = self._retries.after(failed, reached, self._size)
+        return self._verdict.again
 
-    def tell(self, failed: WorkerFailed) -> Again:
-        """Say what has happened to the user, and what of it the workers of the next start shall know."""
-        loss = failed.loss
+    def _tell_loss(self, failed: WorkerFailed, before: int) -> None:
+        """Say what has happened to the user, to the event log, and to the workers of the next start."""
+        loss, now = failed.loss, self._size.now
         assert loss is not None
-        pause = f" in {self.verdict.pause:g} s" if self.verdict.pause else ""
-        say(f"{loss.sentence}\nshoal: all workers start again{pause}.")
+        pause = f" in {self._verdict.pause:g} s" if self._verdict.pause else ""
+        then = f"all workers start again{pause}."
+        if self._verdict.shrinks:
+            then = f"worker {loss.rank} was lost twice in a row: {now} workers go on, and {before} after a minute."
+        say(f"{loss.sentence}\nshoal: {then}")
         first = loss.sentence.partition("\n")[0].rstrip(":")
-        _note(loss, failed.exit_code, first)
-        return Again(self._retries.times, self._failed, first, loss.rank, loss.step)
+        facts = {"why": first, "rank": loss.rank, "pid": loss.pid, "phase": loss.phase}
+        self._log = loss.log
+        self._note("failure", {**facts, "after": max(0, loss.step - 1), "exit_code": failed.exit_code})
+        if self._verdict.shrinks:
+            self._note(
+                "resize", {"before": before, "workers": now, "why": "a worker was lost twice in a row"}
+            )
+        self._go_on(Again(self._retries.times, self._failed, first, loss.rank, loss.step))
 
+    def _tell_growth(self) -> None:
+        before = self._size.now
+        self._size.grow()
+        said = f"{self._size.now} workers go on, in place of {before}"
+        say(f"{said}.")
+        self._note("resize", {"before": before, "workers": self._size.now, "why": "places are tried again"})
+        self._go_on(Again(self._retries.times, time.monotonic(), said))
 
-def _note(loss: Loss, code: int, why: str) -> None:
-    """Write the loss into the launcher's event log, beside those of the run."""
-    # With numpy, whose threads the launcher must not have before it forks.
-    from shoal.report.events import EventLog
-    from shoal.report.folder import events_path
+    def _go_on(self, again: Again) -> None:
+        self._environment = {**self._environment, "SHOAL_AGAIN": json.dumps(asdict(again))}
 
-    if not loss.log:
-        return
-    facts = {
-        "why": why,
-        "rank": loss.rank,
-        "pid": loss.pid,
-        "after": max(0, loss.step - 1),
-        "phase": loss.phase,
-    }
-    with suppress(OSError, ConfigError), EventLog(events_path(Path(loss.log), "launcher")) as log:
-        log.note("failure", {**facts, "exit_code": code})
+    def _note(self, event: str, facts: Mapping[str, object]) -> None:
+        """Write into the launcher's event log, beside those of the run."""
+        # With numpy, whose threads the launcher must not have before it forks.
+        from shoal.report.events import EventLog
+        from shoal.report.folder import events_path
+
+        if not self._log:
+            return
+        with suppress(OSError, ConfigError), EventLog(events_path(Path(self._log), "launcher")) as log:
+            log.note(event, facts)
 
 
 def _with(failed: WorkerFailed, why: str) -> WorkerFailed:

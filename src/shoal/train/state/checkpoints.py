@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from shoal.checkpoint.copies.background import Copier
@@ -147,12 +148,22 @@ class Checkpoints:
     def snapshot(self, step: int, progress: Progress) -> bool:
         """The user's loop has come back after a step: keep it in memory if it is time. Every rank calls it."""
 
-        def save(saver: Saver) -> None:
-            state, facts = self._collect(f"step-{step}", replace(progress, step=step), "")
-            facts = replace(facts, state={**facts.state, "answers": progress.answers.state()})
-            saver.save(state, facts, pieces=collect_rows(self._context.whole))
+        return self._snapshots.after(step, partial(self._save_snapshot, step, progress))
 
-        return self._snapshots.after(step, save)
+    def snapshot_now(self, step: int, progress: Progress) -> None:
+        """The same at once, and until it is complete; so is what was begun on disk. Every rank calls it."""
+        self._snapshots.now(partial(self._save_snapshot, step, progress))
+        self.leave()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there are snapshots in memory."""
+        return self._snapshots.takes
+
+    def _save_snapshot(self, step: int, progress: Progress, saver: Saver) -> None:
+        state, facts = self._collect(f"step-{step}", replace(progress, step=step), "")
+        facts = replace(facts, state={**facts.state, "answers": progress.answers.state()})
+        saver.save(state, facts, pieces=collect_rows(self._context.whole))
 
     def _collect(self, name: str, progress: Progress, keep: str) -> tuple[State, Facts]:
         return collect(self._context.whole, self._holdings), self._facts(name, progress, keep)

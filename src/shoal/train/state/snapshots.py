@@ -115,6 +115,18 @@ class Snapshots:
         self._timed = (step, monotonic())
         return takes
 
+    @property
+    def takes(self) -> bool:
+        """Whether there will be any."""
+        return self._saver is not None
+
+    def now(self, save: Callable[[Saver], None]) -> None:
+        """Take one whatever it costs, and return when it is complete. Every rank calls it."""
+        assert self._saver is not None
+        save(self._saver)
+        self._saver.idle()
+        self._world.barrier()
+
     def _estimate(self, saver: Saver) -> float:
         if self._within:
             first = 1.0 if self._costs else _FIRST

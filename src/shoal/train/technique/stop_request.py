@@ -17,21 +17,35 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from shoal.world.failure import is_interactive
+from shoal.world.progress_page import ProgressPage
 from shoal.world.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 1.0
 """A terminal, and what has started the workers, may both pass on one Ctrl-C: this long it is the same one."""
+YIELD = 1000
+"""In the place of a signal's number: the launcher wants to start another number of workers."""
 _NUMBERS = count()
 
 
 class StopRequest:
     """Catches signals while it is open, as a context. `number` is the signal, 0 before there was one."""
 
-    def __init__(self, world: World, meets_every: int, listens: bool, finishing: str) -> None:
-        """`meets_every`: after so many steps all ranks wait for each other. `finishing`: see `Launch`."""
+    def __init__(
+        self,
+        world: World,
+        meets_every: int,
+        listens: bool,
+        finishing: str,
+        page: ProgressPage | None = None,
+    ) -> None:
+        """`meets_every`: after so many steps all ranks wait for each other. `finishing`: see `Launch`.
+
+        `page`: where our launcher may ask all of its workers to make way for others; None: it is not heard.
+        """
         self.number = 0
+        self._page = page
         self._world = world
         self._meets_every = meets_every
         self._listens = listens and threading.current_thread() is threading.main_thread()
@@ -59,6 +73,8 @@ class StopRequest:
 
     def reached(self, done: int) -> bool:
         """Whether the run ends here, after so many steps: on all ranks alike."""
+        if not self.number and self._page is not None and self._page.is_asked_to_yield:
+            self.number = YIELD
         if not self.number and not self._requested():
             return False
         store = self._world.store
