@@ -35,6 +35,7 @@ BENCHMARKS = {
     "checkpoint": "state",
     "order": "data",
     "padding": "data",
+    "plan": "plan",
 }
 """Name -> folder."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import lru_cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from shoal.errors import ConfigError
@@ -110,7 +111,8 @@ def fill_options(choice: Choice, into: type[D]) -> D:
     """
     fields = [f for f in options_of(into) if f.init]
     names = [f.name for f in fields]
-    hints = get_type_hints(into)
+    kind: Any = into
+    hints = _hints(kind)
     if len(choice.args) > len(fields):
         takes = f"takes at most {len(fields)} ({', '.join(names)})" if fields else "takes no options"
         raise ConfigError(f"{choice.name} {takes}, but '{choice}' gives {len(choice.args)}.")
@@ -125,6 +127,12 @@ def fill_options(choice: Choice, into: type[D]) -> D:
     if missing:
         raise ConfigError(f"{choice.name} needs {missing[0]}, as in '{choice.name}({missing[0]}=...)'.")
     return into(**{key: _convert(choice, key, value, hints[key]) for key, value in given.items()})
+
+
+@lru_cache(maxsize=256)
+def _hints(into: Any) -> dict[str, Any]:
+    """The types of its fields: to find them out compiles each, which would be most of the time of a search of plans."""
+    return get_type_hints(into)
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -40,6 +40,9 @@ class Machine:
     """Bytes and seconds of an all-reduce over all workers, the smallest first."""
     flops: float = 0.0
     """Of a worker, in products of matrices, with all neighbours at work."""
+    code: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by which a worker's process grows when it first works so, with a model that is nothing: by strategy without
+    numbers, and `tp` and `pp`."""
     microbatch: float = 0.0
     """Seconds that a pipeline over all workers takes for a micro-batch, beside what its stages compute."""
 
@@ -115,6 +118,7 @@ class Machine:
                 added,
                 sums,
                 _number(found["flops"]),
+                {str(name): int(nbytes) for name, nbytes in found["code"].items()},
                 _number(found["microbatch"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from shoal import pipeline
 from shoal.config import degree_of
 from shoal.cost import Cost, ModelProfile
-from shoal.pipeline.base import Costs
+from shoal.pipeline.base import Costs, PipelineOptions
 from shoal.plan.check import pipeline_options, promise_of
 from shoal.plan.cost import plan_cost
 from shoal.plan.interval import ZERO, Interval
@@ -52,6 +52,8 @@ class Prediction:
     sent: float
     """Bytes that a worker sends in a step: the most of all."""
     promise: Promise
+    margin: float = 0.0
+    """Share by which the memory may be more."""
     measured: bool = True
     """Whether all that the time follows from was measured on this machine."""
 
@@ -59,6 +61,11 @@ class Prediction:
     def total(self) -> int:
         """Bytes of the worker that holds the most."""
         return sum(self.memory.values())
+
+    @property
+    def most(self) -> int:
+        """Bytes that it may come to, as far as such predictions were wrong."""
+        return round(self.total * (1 + self.margin))
 
     @property
     def limits(self) -> str:
@@ -80,6 +87,12 @@ def family_of(plan: Plan) -> str:
     return f"{plan.exchange.name}{tensor}{stages}{compressor}"
 
 
+@lru_cache(maxsize=4096)
+def _options(plan: Plan) -> PipelineOptions:
+    return pipeline_options(plan)
+
+
+@lru_cache(maxsize=4096)
 def degrees_of(plan: Plan) -> Degrees:
     """How a plan divides a model.
 
@@ -88,7 +101,7 @@ def degrees_of(plan: Plan) -> Degrees:
     ((2, 4, 2), (1, 1, 1))
     """
     stages = degree_of(plan.pipeline)
-    schedule = pipeline.TABLE.look_up(pipeline_options(plan).schedule)
+    schedule = pipeline.TABLE.look_up(_options(plan).schedule)
     return degree_of(plan.tensor), stages, schedule.stages_per_rank if stages > 1 else 1
 
 
@@ -111,7 +124,7 @@ class Predictor:
         more = self.setting.accumulate if accumulate is None else accumulate
         tensor, stages = degree_of(plan.tensor), degree_of(plan.pipeline)
         data = self.setting.workers // (tensor * stages)
-        micro = pipeline_options(plan).microbatches * more
+        micro = _options(plan).microbatches * more
         samples = self.setting.global_batch / (data * micro)
         division = self.work.divisions.get(degrees_of(plan))
         held, sent = self._cost(plan, division, more, samples)
@@ -136,6 +149,7 @@ class Predictor:
             self._memory(plan, held, samples, stages, tensor, division),
             sent.sent,
             promise_of(plan),
+            self._margin(plan, division),
             known,
         )
 
@@ -175,7 +189,7 @@ class Predictor:
         if stages == 1:
             found = one * (micro * part)
             return (found.widened(_DIVIDED), 0.0, sums)
-        options = pipeline_options(plan)
+        options = _options(plan)
         alone = one.middle * self.work.alone * part
         slowed = max(
             1.0, 1 / max(self.work.alone, 1e-6) * min(1.0, self.machine.cores / self.machine.workers)
@@ -212,6 +226,11 @@ class Predictor:
             found = found + Interval(wire - hidden, wire - hidden / 2, wire)
         return found, known
 
+    def _margin(self, plan: Plan, division: Division | None) -> float:
+        if self.work.traced:
+            return _COUNTED
+        return _PARTS if division is not None or plan.compressor is not None else 0.0
+
     def _crowd(self) -> float:
         """How much longer a pass takes with as many neighbours as there will be, than with those of the profile."""
         here = -(-self.setting.workers // self.setting.hosts)
@@ -225,7 +244,7 @@ class Predictor:
         if division is not None:
             passing *= 1 - division.cut + division.cut / tensor
         if stages > 1 and division is not None:
-            options = pipeline_options(plan)
+            options = _options(plan)
             chosen = pipeline.TABLE.look_up(options.schedule)
             most = max(
                 chosen.peak(rank, stages, options.microbatches)
@@ -233,9 +252,29 @@ class Predictor:
                 for rank in range(stages)
             )
             passing *= min(most, 1.0 * options.microbatches)
-        return {"process": self.work.base, **held.resident, "passes": round(passing)}
+        code = self.machine.code
+        named = (
+            f"{plan.exchange.name} + {plan.compressor.name}"
+            if plan.compressor is not None
+            else plan.exchange.name
+        )
+        more = max(code.get(named, 0), code.get(plan.exchange.name, 0))
+        more += code.get("tp", 0) if tensor > 1 else 0
+        more += code.get("pp", 0) if stages > 1 else 0
+        if self.setting.workers == 1:
+            more = 0
+        found = {"process": self.work.base + more, **held.resident, "passes": round(passing)}
+        if (
+            division is not None
+        ):  # the whole model is there until its part has been found, and what that leaves, stays
+            whole = sum(p.nbytes for p in self.work.whole.parameters)
+            finding = whole + round(division.building * max(1.0, samples / division.samples))
+            found["building"] = max(0, self.work.base + more + finding - sum(found.values()))
+        return found
 
 
+_PARTS, _COUNTED = 0.06, 0.2
+"""By how much more memory a divided model or a compressor took in `scripts/bench plan`, and a pass that was counted."""
 _UNKNOWN = 0.5
 """How uncertain a time is whose exchange was not measured here."""
 _DIVIDED = 0.15
@@ -246,7 +285,7 @@ def _for_micro_batches(part: ModelProfile, plan: Plan, accumulate: int, scale: f
     """A part as it is for micro-batches of another size."""
     stages = part.stages
     if stages is not None:
-        count = pipeline_options(plan).microbatches * accumulate
+        count = _options(plan).microbatches * accumulate
         passed = tuple(round(nbytes * scale) for nbytes in stages.passed)
         stages = replace(stages, microbatches=count, passed=passed)
     cut = replace(

@@ -122,8 +122,8 @@ def search(predictor: Predictor, wanted: Wanted) -> Found:
                 found.append(predictor.predict(plan, accumulate))
     limit = (1 - SPARE) * wanted.memory
     found = [one for one in found if not wanted.exact or one.promise is Promise.EXACT]
-    fitting = [one for one in found if one.total <= limit]
-    others = [one for one in found if one.total > limit]
+    fitting = [one for one in found if one.most <= limit]
+    others = [one for one in found if one.most > limit]
     return Found(
         sorted(fitting, key=lambda one: one.seconds.middle),
         sorted(others, key=lambda one: one.total),

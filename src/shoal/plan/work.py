@@ -32,6 +32,8 @@ class Division:
     """Share of the passes that tensor ranks divide among them."""
     stages: Sequence[float] = ()
     """Share of the passes that each stage computes, in their order."""
+    building: int = 0
+    """Bytes, beside the whole model, that a worker needs for a moment to find its part."""
 
 
 Degrees = tuple[int, int, int]

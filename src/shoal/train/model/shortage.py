@@ -128,7 +128,7 @@ def note_place(error: BaseException, rank: int, phase: str, remedies: Callable[[
     free = f"{free_memory() / 1e9:.1f} GB are free on this host"
     error.add_note(
         f"shoal: memory ran out {phase}, on rank {rank}{wanted}, and {free}. Less is taken by "
-        f"{', or by '.join([*remedies(), 'a smaller model'])}."
+        f"{', or by '.join([*remedies(), 'a smaller model'])}. memory='auto' picks what fits before the first step."
     )
 
 

@@ -10,14 +10,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal import exchange
-from shoal.config import parse_strategy
+from shoal.config import degree_of, parse_strategy
 from shoal.cost import Cost
 from shoal.errors import ShoalError
 from shoal.plan.check import check_text
@@ -27,7 +27,7 @@ from shoal.plan.machine import Added, Machine
 from shoal.plan.search import COMPRESSORS, written_alone
 from shoal.train.build import build
 from shoal.train.model.profile import profile_model
-from shoal.train.planning.rehearsal import settle
+from shoal.train.planning.rehearsal import resident, settle
 from shoal.train.run_config import RunConfig
 from shoal.train.step import run_step
 from shoal.train.step_context import StepContext
@@ -73,18 +73,23 @@ def calibrate(world: World, servers: bool) -> Machine:
     flops = _flops(world)
     sums = _sums(world) if world.size > 1 else []
     added: dict[str, list[Added]] = {}
+    code: dict[str, int] = {}
     if world.size > 1:
         for family in _families(servers):
             if world.gather_values(time.monotonic() > end or time.process_time() > work)[0]:
                 break
+            code[family.partition("(")[0]] = _grows(world, family)
             rows = [_added(world, family, SIZES[number]) for number in range(_sizes_of(family))]
             if all(row is not None for row in rows):
                 added[family.partition("(")[0]] = sorted(
                     (row for row in rows if row is not None),
                     key=lambda row: (row.tensors > 32, row.parameters),
                 )
+    if world.size > 1:
+        code["tp"] = _grows(world, f"ddp * tp{world.size}")
+        code["pp"] = _grows(world, f"ddp * pp{world.size}(gpipe, microbatches=2)")
     microbatch = _microbatch(world) if world.size > 1 else 0.0
-    return Machine(world.size, cores, added, sums, flops, microbatch)
+    return Machine(world.size, cores, added, sums, flops, code, microbatch)
 
 
 def _families(servers: bool) -> list[str]:
@@ -158,6 +163,33 @@ def _side(world: World, strategy: str, layers: int, width: int, samples: int = 1
     made = build(config, world, "")[1]
     made.exchange.start(0, made.join_state())
     return _Side(made)
+
+
+def _grows(world: World, family: str) -> int:
+    """Bytes by which this process grows when it first works so, beside the states of its model, and beside what it
+    grows by alone: code, threads, room for messages. Of the worker that grows the most."""
+    grown: list[int] = []
+    layers, width = SIZES[1]
+    for side_world, strategy in ((World.alone(world.device), "ddp"), (world, family)):
+        settle()
+        before = resident("VmRSS")
+        try:
+            side = _side(side_world, strategy, layers, width, samples=2)
+        except ShoalError:
+            return 0
+        for _ in range(3):
+            side.step()
+        plan = check_text(strategy, side_world.size)
+        cells = degree_of(plan.tensor) * degree_of(plan.pipeline)
+        whole = profile_model(Tower(layers, width), adamw)
+        mesh = Mesh.imagine(World.alone(), side_world.size // cells)
+        held = plan_cost(replace(plan, tensor=None, pipeline=None), whole, mesh).total // cells
+        grown.append(resident("VmRSS") - before - held)
+        side.context.exchange.close()
+        del side
+    settle()
+    everyone: list[int] = world.gather_values(grown[1] - max(0, grown[0]))
+    return max(0, *everyone)
 
 
 def _microbatch(world: World) -> float:

@@ -14,20 +14,21 @@ from shoal.config import degree_of
 from shoal.cost import ModelProfile
 from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
-from shoal.plan.check import check_text, tensor_options
+from shoal.plan.check import check_text, pipeline_options, tensor_options
 from shoal.plan.search import degrees
 from shoal.plan.work import Degrees, Division
 from shoal.tensor import Cuts
 from shoal.train.build import find_in_model, make_feed, make_trial
 from shoal.train.model.divide import Trial
 from shoal.train.model.profile import profile_cuts, profile_part
+from shoal.train.planning.rehearsal import forget_peak, resident, settle
 from shoal.train.rules import check_numbers, plan_schedule
 from shoal.train.run_config import RunConfig
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
 SECONDS = 20.0
-"""So long ways to divide a model are tried; the rest are refused, since nothing is known of them."""
+"""Of work, for which ways to divide a model are tried; the rest are refused, since nothing is known of them."""
 
 
 @dataclass
@@ -38,13 +39,17 @@ class Divisions:
     refused: dict[Degrees, str] = field(default_factory=dict)
 
 
+_FEW = 4
+"""Samples of a micro-batch that shows where a model can be divided; what moves is in proportion to them."""
+
+
 def divide_all(config: RunConfig, model: nn.Module, whole: ModelProfile, workers: int) -> Divisions:
     """Every way to divide the model among so many workers, by tensor degree, workers of a pipeline and their stages."""
     made = Divisions()
-    end = time.monotonic() + SECONDS
+    end = time.process_time() + SECONDS
     for degree in _ways(workers):
         text = _text(degree)
-        if time.monotonic() > end:
+        if time.process_time() > end:
             made.refused[degree] = (
                 f"to divide the model took longer than {SECONDS:g} s; {text} was not tried."
             )
@@ -59,11 +64,9 @@ def divide_all(config: RunConfig, model: nn.Module, whole: ModelProfile, workers
 
 
 def _ways(workers: int) -> Iterator[Degrees]:
-    for tensor, stages in degrees(workers):
-        if (tensor, stages) != (1, 1):
-            yield tensor, stages, 1
-            if stages > 1:
-                yield tensor, stages, 2
+    ways = [way for way in degrees(workers) if way != (1, 1)]
+    yield from ((tensor, stages, 1) for tensor, stages in ways)
+    yield from ((tensor, stages, 2) for tensor, stages in ways if stages > 1)
 
 
 def _text(degree: Degrees) -> str:
@@ -80,22 +83,30 @@ def _divide(config: RunConfig, model: nn.Module, whole: ModelProfile, workers: i
         raise ConfigError("rows of a SparseEmbedding are not divided over tpN or ppN.")
     plan = check_text(text, workers)
     tensor, stages = degree_of(plan.tensor), degree_of(plan.pipeline)
-    asked = replace(config, strategy=text, accumulate=1, balance="even")
     mesh = Mesh.imagine(World.alone(), workers, tensor, stages)
-    check_numbers(asked, plan, mesh)
+    check_numbers(replace(config, strategy=text, accumulate=1, balance="even"), plan, mesh)
+    parts_of_step = mesh.data.size * pipeline_options(plan).microbatches
+    few = min(_FEW, -(-config.global_batch // parts_of_step))
+    asked = replace(config, strategy=text, accumulate=1, balance="even", global_batch=few * parts_of_step)
     feed = make_feed(asked, plan, mesh)
+    settle()
+    before = resident("VmRSS")
+    forget_peak()
     division = find_in_model(asked, plan, mesh, model, feed)
+    building = max(0, resident("VmHWM") - before)
     schedule, size = plan_schedule(plan), -(-feed.global_batch // (feed.size * feed.accumulate))
     trial = make_trial(asked, model, feed, torch.device("cpu"))
-    parts = []
+    parts: list[ModelProfile] = []
     for rank in range(tensor * stages):
         place = Mesh.imagine(World.alone(), workers, tensor, stages, rank)
         part = profile_part(whole, division, place, schedule, feed.accumulate, size)
-        parts.append(replace(part, cut=profile_cuts(trial, division, place, tensor_options(plan), schedule)))
+        if rank % tensor == 0:  # what tensor ranks move is alike on all of a stage
+            moved = profile_cuts(trial, division, place, tensor_options(plan), schedule)
+        parts.append(replace(part, cut=moved))
     cut = _cut_share(trial, division.cuts) if division.cuts is not None else 0.0
     costs = division.split.costs if division.split is not None else ()
     total = sum(costs)
-    return Division(parts, size, cut, tuple(cost / total for cost in costs))
+    return Division(parts, size, cut, tuple(cost / total for cost in costs), building)
 
 
 def tables_in(model: nn.Module) -> list[str]:

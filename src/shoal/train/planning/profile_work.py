@@ -48,6 +48,8 @@ class Effort:
 
 ROOM = 0.8
 """Of the memory that is free, which profiling may take."""
+SMALL = 0.1
+"""Of it, below which nobody asks how much a pass takes before it is run."""
 _RATE = 0.5
 """How uncertain seconds are that follow from counted operations only."""
 
@@ -58,22 +60,22 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
         check_kinds(config)
     base = resident("VmRSS")
     sizes = _sizes(config.global_batch, workers, world.size)
-    traced, why = _traced(config, max(sizes[-1], 1))
-    whole, divisions, model_bytes = _whole(config), Divisions(), 0
-    states = plan_cost(check_text("ddp", 1), whole, Mesh.imagine(World.alone(), 1))
-    model_bytes = states.total
-    needed = world.size * (model_bytes + (traced.peak if traced is not None else model_bytes))
-    note = "" if traced is not None else f"not traced ({why}), so it was run"
-    runs = effort.run and needed < ROOM * free_memory()
+    whole, divisions = _whole(config), Divisions()
+    model_bytes = plan_cost(check_text("ddp", 1), whole, Mesh.imagine(World.alone(), 1)).total
+    traced, why, note = None, "", ""
+    needed = world.size * 2 * model_bytes
+    if (
+        not effort.run or needed > SMALL * free_memory()
+    ):  # how much a pass takes has to be known before one is run
+        traced, why = _traced(config, max(sizes[-1], 1))
+        needed = world.size * (model_bytes + (traced.peak if traced is not None else model_bytes))
+        note = "" if traced is not None else f"not traced ({why}), so it was run"
+    runs = world.gather_values(effort.run and needed < ROOM * free_memory())[0]
     if not runs and traced is None:
         raise ConfigError(
             f"the model can neither be traced ({why}) nor run: {needed / 1e9:.1f} GB are needed to run it on "
             f"{world.size} workers, and {free_memory() / 1e9:.1f} GB are free. Plan with fewer workers."
         )
-    if effort.divide and workers > 1 and runs:
-        if world.rank == 0:
-            divisions = _divisions(config, whole, workers)
-        world.barrier()
     if not runs:
         assert traced is not None
         return replace(
@@ -82,7 +84,12 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
             base=base,
             exchanges=_refused(config),
         )
-    seen = rehearse(config, sizes, effort.seconds, model_bytes, world)
+    # First of all: what imports and traces leave behind would count as what a pass takes.
+    seen = rehearse(config, sizes, effort.seconds, base + model_bytes, world)
+    if effort.divide and workers > 1:
+        if world.rank == 0:
+            divisions = _divisions(config, whole, workers)
+        world.barrier()
     alone = 1.0
     if world.size > 1:
         if world.rank == 0:

@@ -51,7 +51,6 @@ class Rehearsal:
     def __init__(self, config: RunConfig, largest: int) -> None:
         """`largest`: samples of the largest pass there will be."""
         settle()
-        self.base = resident("VmRSS")
         model = config.model
         if isinstance(model, nn.Module):  # the run's own stays as it is
             model = copy.deepcopy(model)
@@ -114,7 +113,8 @@ class Rehearsal:
 def rehearse(config: RunConfig, sizes: Sequence[int], seconds: float, states: int, world: World) -> Rehearsed:
     """Passes of these sizes, the smallest first, on every worker of `world` at the same time. Collective.
 
-    `states`: bytes that a worker holds all the time; what is held above them belongs to the pass.
+    `states`: bytes that a worker holds all the time, those of its process too; what is held above them belongs to the
+    pass, and so does the code that is loaded when a model is built and trained for the first time.
     """
     with unheard():
         rehearsal = Rehearsal(config, max(sizes))
@@ -123,7 +123,7 @@ def rehearse(config: RunConfig, sizes: Sequence[int], seconds: float, states: in
             settle()
             forget_peak()
             reports = list(rehearsal.run(samples, seconds / len(sizes), world))
-            held = max(0, resident("VmHWM") - rehearsal.base - states)
+            held = max(0, resident("VmHWM") - states)
             passes = [r.compute_seconds + r.exposed_seconds for r in reports]
             found.passes.append(Pass(samples, Interval.measured(passes), held))
             known = [r.data_seconds + r.compute_seconds + r.exposed_seconds for r in reports]
