@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.plan.paper.cards import CARDS
 from shoal.plan.paper.cluster import Cluster, cluster_of, read_cluster
 from shoal.plan.paper.gpt import Gpt, parse_gpt
-from shoal.plan.paper.layout import Layout, check_layout
+from shoal.plan.paper.layout import Layout
 from shoal.plan.paper.paper_memory import paper_memory
 from shoal.plan.paper.paper_search import paper_plan, search_paper
 from shoal.plan.paper.published import read_published, run_of
@@ -118,10 +118,3 @@ def test_rows_that_cannot_be_replayed_say_why(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ConfigError, match="no published runs"):
         read_published(file)
-
-
-def test_a_layout_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="does not divide"):
-        check_layout(Gpt(8, 512, 8, 128), Layout(8, tensor=3))
-    with pytest.raises(ConfigError, match="more than the model's"):
-        check_layout(Gpt(8, 512, 8, 128), Layout(8, stages=16))

@@ -33,7 +33,7 @@ from shoal.plan.work import Pass, Work
 from shoal.testing.toys import adamw
 from shoal.train.model.make import make_model
 from shoal.train.planning.divisions import divide_all
-from shoal.train.planning.profile_work import Effort, _whole, profile_work
+from shoal.train.planning.profile_work import Effort, profile_work, whole_profile
 from shoal.train.planning.rehearsal import resident
 from shoal.train.planning.settle_plan import fit_memory
 from shoal.train.planning.trace import CannotTrace, trace
@@ -87,7 +87,7 @@ def config(**changes: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def work() -> Work:
     order = config()
-    whole = _whole(order)
+    whole = whole_profile(order)
     model, _ = make_model(order.model, 0, None, deferred=False)
     found = divide_all(order, model, whole, WORKERS)
     exact = Interval.exact

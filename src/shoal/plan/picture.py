@@ -81,8 +81,6 @@ def _figure(rows: int, columns: int, size: tuple[float, float], widths: dict[str
 def _save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    if path.suffix != ".png":
-        raise ConfigError(f"--plot {path}: give a name that ends in .png.")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -60,7 +60,7 @@ def plan_paper(text: str, cluster: str, batch: int, precision: str, as_json: boo
         "the update": best.time.update,
     }
     said = ", ".join(f"{name} {value / best.time.seconds:.0%}" for name, value in parts.items() if value > 0)
-    typer.echo(f"{best.strategy} is first: {said}." if best.fits else "Nothing fits; the fastest are shown.")
+    typer.echo(f"{best.strategy} is first: {said}." if best.fits else "Nothing fits; the smallest are shown.")
 
 
 def _plain(one: object) -> dict[str, object]:

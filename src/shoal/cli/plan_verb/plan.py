@@ -96,7 +96,7 @@ def plan(
     question = _question(
         count, hosts, net, memory, exact, strategy, everything, as_json, plot, sweep, cluster
     )
-    measure_machine(here, anew=calibrate)
+    here = 1 if cluster else measure_machine(here, anew=calibrate)
     chosen = overrides("", "", settings or [])
     chosen |= {"global_batch": global_batch} if global_batch else {}
     job = Job(
@@ -166,8 +166,8 @@ def _check_numbers(workers: int, hosts: int, batch: int) -> None:
         )
 
 
-def measure_machine(workers: int, anew: bool) -> None:
-    """Measure this machine with so many workers, once."""
+def measure_machine(workers: int, anew: bool) -> int:
+    """Measure this machine with so many workers, once; their number."""
     from shoal.plan.cache import recall
     from shoal.plan.machine import Machine
     from shoal.train.planning import calibrate_worker
@@ -176,9 +176,10 @@ def measure_machine(workers: int, anew: bool) -> None:
         recall(calibrate_worker.TABLES, calibrate_worker.key_of(workers)).get("machine")
     )
     if known is not None and not anew:
-        return
+        return workers
     typer.echo(f"shoal: measuring this machine with {workers} workers, once (about 20 s)", err=True)
     run_job(Job(str(Path(calibrate_worker.__file__)), (), workers, output="first"))
+    return workers
 
 
 def _tell_machine(workers: int) -> None:

@@ -1,7 +1,7 @@
 """What makers say of their cards: peaks by number format, memory, and bandwidths. Every number with its source.
 
-Peaks are of dense matrices, in FLOP/s; bandwidths in bytes a second, in one direction. What of a peak is reached is
-not here: that is measured (fit.py).
+Peaks are of dense matrices, in FLOP/s, in fp32 as torch computes by default, without TF32; bandwidths are in bytes a
+second, in one direction. What of a peak is reached is not here: that is measured (fit.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal.errors import ConfigError
 from shoal.table import Table
 
 
@@ -30,6 +31,11 @@ class Card:
 
     def peak_of(self, precision: str) -> float:
         """The peak in a format; what a card cannot do in a narrow one it does in 16 bits."""
+        if precision == "fp32" and precision not in self.peak:
+            raise ConfigError(
+                "the card's peak in fp32 is not known; give it, as in peak = { bf16 = 312e12, fp32 = 19.5e12 }, or use "
+                "precision='bf16'."
+            )
         return self.peak.get(precision, self.peak["bf16"])
 
 
@@ -40,7 +46,7 @@ CARDS = Table(
     {
         # NVIDIA V100 data sheet: 125 TFLOPS tensor, 900 GB/s, NVLink 300 GB/s; DGX-2: 16 cards, 8 × 100 Gb/s.
         "V100": Card(
-            {"bf16": 125 * _T},
+            {"bf16": 125 * _T, "fp32": 15.7 * _T},
             32 * _GB,
             900 * _GB,
             150 * _GB,
@@ -50,7 +56,7 @@ CARDS = Table(
         ),
         # NVIDIA A100 data sheet: 312 TFLOPS bf16, 1,555 and 2,039 GB/s, NVLink 600 GB/s; DGX A100: 8 × 200 Gb/s.
         "A100-40GB": Card(
-            {"bf16": 312 * _T},
+            {"bf16": 312 * _T, "fp32": 19.5 * _T},
             40 * _GB,
             1555 * _GB,
             300 * _GB,
@@ -59,7 +65,7 @@ CARDS = Table(
             "NVIDIA A100 data sheet, DGX A100",
         ),
         "A100-80GB": Card(
-            {"bf16": 312 * _T},
+            {"bf16": 312 * _T, "fp32": 19.5 * _T},
             80 * _GB,
             2039 * _GB,
             300 * _GB,
@@ -70,7 +76,7 @@ CARDS = Table(
         # NVIDIA H100 data sheet, SXM, halved as it is given with sparsity: 1,979/2 bf16, 3,958/2 fp8; 3.35 TB/s;
         # NVLink 900 GB/s; DGX H100: 8 × 400 Gb/s.
         "H100": Card(
-            {"bf16": 989.4 * _T, "fp8": 1978.9 * _T},
+            {"bf16": 989.4 * _T, "fp8": 1978.9 * _T, "fp32": 67 * _T},
             80 * _GB,
             3350 * _GB,
             450 * _GB,
@@ -80,7 +86,7 @@ CARDS = Table(
         ),
         # NVIDIA DGX B200 data sheet: 72 PFLOPS fp8 and 144 fp4 with sparsity, for 8 cards; 64 TB/s; NVLink 14.4 TB/s.
         "B200": Card(
-            {"bf16": 2250 * _T, "fp8": 4500 * _T, "fp4": 9000 * _T},
+            {"bf16": 2250 * _T, "fp8": 4500 * _T, "fp4": 9000 * _T, "fp32": 75 * _T},
             180 * _GB,
             8000 * _GB,
             900 * _GB,
@@ -100,7 +106,7 @@ CARDS = Table(
         ),
         # NVIDIA GB200 NVL72 page: 360 PFLOPS bf16, 720 fp8, 1,440 fp4 with sparsity, for 72 cards; 576 TB/s.
         "GB200": Card(
-            {"bf16": 2500 * _T, "fp8": 5000 * _T, "fp4": 10000 * _T},
+            {"bf16": 2500 * _T, "fp8": 5000 * _T, "fp4": 10000 * _T, "fp32": 80 * _T},
             186 * _GB,
             8000 * _GB,
             900 * _GB,
@@ -120,7 +126,7 @@ CARDS = Table(
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 bf16, 2,614.9 fp8; 5.3 TB/s; 7 links of 64 GB/s in one direction.
         "MI300X": Card(
-            {"bf16": 1307.4 * _T, "fp8": 2614.9 * _T},
+            {"bf16": 1307.4 * _T, "fp8": 2614.9 * _T, "fp32": 163.4 * _T},
             192 * _GB,
             5300 * _GB,
             448 * _GB,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.errors import ConfigError
-from shoal.plan.paper.gpt import Gpt
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -45,26 +42,3 @@ class Layout:
     def bubble(self) -> float:
         """Time that a stage waits, beside what it works."""
         return (self.stages - 1) / (self.virtual * self.microbatches)
-
-
-def check_layout(gpt: Gpt, layout: Layout) -> None:
-    """Refuse what cannot be laid out.
-
-    >>> check_layout(Gpt(8, 512, 8, 128), Layout(8, tensor=3))
-    Traceback (most recent call last):
-    shoal.errors.ConfigError: tp3 does not divide 8 heads; use a divisor of 8.
-    """
-    if gpt.heads % layout.tensor:
-        raise ConfigError(
-            f"tp{layout.tensor} does not divide {gpt.heads} heads; use a divisor of {gpt.heads}."
-        )
-    if layout.stages * layout.virtual > gpt.layers:
-        raise ConfigError(
-            f"pp{layout.stages} with {layout.virtual} stages each needs more than the model's {gpt.layers} layers; "
-            "use fewer."
-        )
-    if layout.global_batch < layout.data * layout.micro_batch:
-        raise ConfigError(
-            f"a global batch of {layout.global_batch} is less than {layout.data} replicas × {layout.micro_batch} "
-            f"samples; use {layout.data * layout.micro_batch} or more."
-        )

@@ -77,7 +77,9 @@ def search_paper(gpt: Gpt, cluster: Cluster, global_batch: int, precision: str =
             f"no strategy divides a global batch of {global_batch} among {cluster.cards} cards; use a multiple of "
             f"{cluster.cards}, or fewer hosts."
         )
-    return sorted(found, key=lambda plan: (not plan.fits, plan.time.seconds))
+    return sorted(
+        found, key=lambda plan: (not plan.fits, plan.time.seconds if plan.fits else sum(plan.memory.values()))
+    )
 
 
 def _layouts(gpt: Gpt, cluster: Cluster, batch: int, precision: str) -> Iterator[Layout]:

@@ -17,6 +17,7 @@ from shoal.plan.residuals import residuals_of
 from shoal.plan.search import Found, Wanted, search
 from shoal.plan.show import memory_lines, show, span, to_json
 from shoal.plan.sweep import Point, show_sweep, sweep
+from shoal.train.planning.answer_cluster import answer_cluster
 from shoal.train.planning.calibrate_worker import TABLES, key_of
 from shoal.train.planning.profile_work import Effort, profile_work
 from shoal.train.planning.request import Request
@@ -31,6 +32,9 @@ PREDICTIONS = "predictions"
 def answer_plan(config: RunConfig, launch: Launch) -> None:
     """Profile with all others that are here; the first prints."""
     request = Request.of(launch.dry_run)
+    if request.cluster:
+        answer_cluster(config, request)
+        return
     world = World.open(replace(launch, dry_run=""))
     free = free_memory()
     machine = machine_of(world.size)

@@ -60,7 +60,7 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
         check_kinds(config)
     base = resident("VmRSS")
     sizes = _sizes(config.global_batch, workers, world.size)
-    whole, divisions = _whole(config), Divisions()
+    whole, divisions = whole_profile(config), Divisions()
     model_bytes = plan_cost(check_text("ddp", 1), whole, Mesh.imagine(World.alone(), 1)).total
     traced, why, note = None, "", ""
     needed = world.size * 2 * model_bytes
@@ -130,7 +130,7 @@ def _traced(config: RunConfig, samples: int) -> tuple[Traced | None, str]:
         return None, str(error)
 
 
-def _whole(config: RunConfig) -> ModelProfile:
+def whole_profile(config: RunConfig) -> ModelProfile:
     """What the whole model consists of; nothing is allocated where its factory allows that."""
     chosen = precision.TABLE.look_up(config.precision)
     if config.step is not None:
