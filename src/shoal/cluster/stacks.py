@@ -26,6 +26,8 @@ _WAITS = (
 """Code in which a worker is when it waits for others."""
 _COMPILES = (_TORCH + "_dynamo" + os.sep, _TORCH + "_inductor" + os.sep)
 _LINES = 8
+_MOST = 1 << 20
+"""Characters of an answer that are looked at."""
 
 
 def register(folder: str, rank: int) -> None:
@@ -68,8 +70,9 @@ def ask(pid: int, folder: str, rank: int) -> None:
 def read(folder: str, rank: int) -> Stack | None:
     """What a worker has answered; None if it has not."""
     try:
-        text = Path(_path(folder, rank)).read_text(errors="replace")
-    except FileNotFoundError:
+        with open(_path(folder, rank), errors="replace") as file:
+            text = file.read(_MOST)
+    except OSError:
         return None
     found = [(m["file"], int(m["line"]), m["name"]) for m in map(_FRAME.match, text.splitlines()) if m]
     own = next(

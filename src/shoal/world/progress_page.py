@@ -35,6 +35,8 @@ _SAMPLES = 5120
 _PLAN = 6144
 _TEXT = 1000
 _LONG_SECONDS = 10.0
+_MOST = 2.0**53
+"""Above it not every whole number is one of these."""
 
 
 class Phase(IntEnum):
@@ -219,25 +221,26 @@ class ProgressPage:
     def read(self) -> Place:
         """What the page says now."""
         slots = self._slots
-        phase = Phase(int(slots[_PHASE]))
+        # A worker that runs wild may have written anything.
+        phase = Phase(min(_whole(slots[_PHASE]), Phase.ENDED))
         return Place(
             phase=phase,
-            since=slots[_SINCE],
-            step=int(slots[_STEP]),
-            done=int(slots[_DONE]),
-            saved=int(slots[_SAVED]),
+            since=_finite(slots[_SINCE]),
+            step=_whole(slots[_STEP]),
+            done=_whole(slots[_DONE]),
+            saved=_whole(slots[_SAVED]),
             folder=self._text(_FOLDER),
             log=self._text(_LOG),
             call=self._text(_CALL),
             plan=self._text(_PLAN),
             samples=self._text(_SAMPLES),
             usual=self._usual(),
-            longest=slots[_LONGEST + phase],
+            longest=_finite(slots[_LONGEST + phase]),
         )
 
     def _usual(self) -> float:
         """The upper end of the bucket above which at most one step in a hundred lies."""
-        counts = self._slots[_HISTOGRAM : _HISTOGRAM + _BUCKETS].tolist()
+        counts = [_finite(count) for count in self._slots[_HISTOGRAM : _HISTOGRAM + _BUCKETS].tolist()]
         above = sum(counts) / 100
         for bucket in range(_BUCKETS - 1, -1, -1):
             above -= counts[bucket]
@@ -251,3 +254,11 @@ class ProgressPage:
 
     def _text(self, at: int) -> str:
         return bytes(self._bytes[at : at + _TEXT]).rstrip(b"\0").decode(errors="replace")
+
+
+def _finite(value: float) -> float:
+    return value if 0.0 <= value < _MOST else 0.0
+
+
+def _whole(value: float) -> int:
+    return int(_finite(value))
