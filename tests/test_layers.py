@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("train",),
     ("cluster", "testing", "dashboard"),
-    ("selftest", "doctor"),
+    ("selftest", "doctor", "chaos"),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""

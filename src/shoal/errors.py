@@ -10,6 +10,7 @@ ShoalError
 ├── ServerRefused      a parameter server cannot do what it was asked; exit code 2
 ├── VerifyFailed       a strategy does not compute what one process computes; exit code 1
 ├── SelftestFailed     a check of `shoal selftest` failed; exit code 1
+├── ChaosFound         `shoal chaos` found that something was lost, differs or is left behind; exit code 1
 ├── FaultsFound        `shoal doctor` found what has to be repaired before training; exit code 1
 └── WorkerFailed       the launcher saw a worker fail; carries that worker's own report; exit code of the worker
 
@@ -89,6 +90,10 @@ class SelftestFailed(ShoalError):
 
 class FaultsFound(ShoalError):
     """`shoal doctor` found what has to be repaired before training."""
+
+
+class ChaosFound(ShoalError):
+    """`shoal chaos` found that something was lost, differs, or is left behind."""
 
 
 class WorkerFailed(ShoalError):

@@ -12,7 +12,6 @@ from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.data_verbs import build as data_build
 from shoal.cli.data_verbs import keep as data_keep
 from shoal.cli.data_verbs import look as data_look
-from shoal.cli.doctor import doctor
 from shoal.cli.list import list_choices
 from shoal.cli.page import page, trace
 from shoal.cli.plan_verb.plan import plan
@@ -20,6 +19,8 @@ from shoal.cli.run import run
 from shoal.cli.selftest import selftest
 from shoal.cli.server import server
 from shoal.cli.status import status
+from shoal.cli.trials.chaos import chaos
+from shoal.cli.trials.doctor import doctor
 from shoal.cli.verify import verify
 from shoal.errors import ShoalError
 
@@ -38,6 +39,7 @@ app.command()(verify)
 app.command()(plan)
 app.command()(selftest)
 app.command()(doctor)
+app.command()(chaos)
 app.command()(server)
 app.command()(status)
 app.command()(page)

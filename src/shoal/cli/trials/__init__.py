@@ -1,0 +1,1 @@
+"""Verbs that try machines and runs before they count: `shoal doctor`, `shoal chaos`."""
