@@ -33,6 +33,7 @@ BENCHMARKS = {
     "simulation": "server",
     "memory": "state",
     "checkpoint": "state",
+    "data": "data",
     "order": "data",
     "padding": "data",
     "plan": "plan",

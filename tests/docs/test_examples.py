@@ -77,3 +77,16 @@ def test_compare_notices_other_losses(demo: Path) -> None:
     done = subprocess.run(command, cwd=demo, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "OTHER losses" in done.stdout
+
+
+def test_raw_text_to_a_model_in_one_command(tmp_path: Path) -> None:
+    """Both workers build; one store comes of it."""
+    script = str(EXAMPLES / "store_text.py")
+    shared = losses(call(tmp_path, *SHOAL, "run", "--workers", "2", script, "3"))
+    assert shared[-1] < 0.97 * shared[0]
+    assert len(list((tmp_path / "stores" / "python").glob("v*.json"))) == 1
+
+
+def test_clicks_with_hashed_categories(tmp_path: Path) -> None:
+    said = call(tmp_path, str(EXAMPLES / "store_clicks.py"))
+    assert float(said.split()[-1]) < 0.62  # guessing is 0.69

@@ -62,6 +62,7 @@ def test_a_store_through_its_life(data: Data, tmp_path: Path) -> None:
     code, out, _ = data("build", "in", "store", "--shape", "x=2", "--file-mb", "1")
     assert (code, out[:32]) == (0, "store: version 1, 300 rows, 13.2"[:32].replace("13.2", out[28:32]))
     assert Store("store")[5]["x"].tolist() == [5.0, 1.0]
+    assert data("build", "in", "store", "--shape", "x=2", "--file-mb", "1")[0] == 0  # the same: it is there
     assert data("build", "in", "store")[0] == 2
     code, out, _ = data(
         "sql", "select name, count(*) as n from 'store' group by name order by name", "--limit", "2"

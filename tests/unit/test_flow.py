@@ -77,6 +77,29 @@ def test_equal_inputs_make_equal_bytes(inputs: Path) -> None:
     assert names[0] == names[1]
 
 
+LIMIT = 2
+
+
+def cut_short(text: str) -> str:
+    return text[:LIMIT]
+
+
+def test_another_input_or_function_is_another_build(
+    data: Session, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same is found built; what only looks the same is refused."""
+    rows = data.rows(pa.table({"text": ["abcd", "efgh"]}))
+    made = rows.map({"text": cut_short}).write(inputs / "short")
+    assert rows.map({"text": cut_short}).write(inputs / "short").manifest == made.manifest
+    monkeypatch.setattr(f"{__name__}.LIMIT", 3)
+    with pytest.raises(ConfigError, match="there is a store at"):
+        rows.map({"text": cut_short}).write(inputs / "short")
+    monkeypatch.setattr(f"{__name__}.LIMIT", 2)
+    other = data.rows(pa.table({"text": ["abcd", "xxxx"]}))
+    with pytest.raises(ConfigError, match="there is a store at"):
+        other.map({"text": cut_short}).write(inputs / "short")
+
+
 def test_splits_are_by_key_and_samples_grow(data: Session, inputs: Path) -> None:
     rows = data.read(inputs / "events")
     parts = rows.split("user", {"train": 0.6, "valid": 0.2, "test": 0.2}, seed=1)

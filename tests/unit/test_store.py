@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,34 @@ def test_a_build_that_is_killed_counts_for_nothing_and_goes_on(tmp_path: Path, e
         assert [file.name for file in store.manifest.files] == wanted
         assert store.verify() == []
     assert resumed > kills // 4
+
+
+def test_who_builds_the_same_waits_and_finds_it(tmp_path: Path) -> None:
+    """As all workers of a job do; and a second start."""
+    made = table(1000)
+    batches = made.combine_chunks().to_batches(max_chunksize=50)
+    place = LocalPlace(tmp_path / "store")
+
+    def noted(first: int, number: int) -> Iterable[Any]:
+        (tmp_path / f"built-by-{number}").touch()
+        return slowly(batches, first)
+
+    children = []
+    for number in range(3):
+        child = os.fork()
+        if child == 0:
+            found = build(place, made.schema, partial(noted, number=number), {"flow": "same"}, SMALL)
+            os._exit(0 if found.rows == 1000 else 1)
+        children.append(child)
+
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert len(list(tmp_path.glob("built-by-*"))) == 1
+    again = build(place, made.schema, lambda first: noted(first, 9), {"flow": "same"}, SMALL)
+    assert again.version == 1
+    assert len(list(tmp_path.glob("built-by-*"))) == 1
+    assert not place.stages()
+    with pytest.raises(ConfigError, match="there is a store at"):
+        build(place, made.schema, lambda first: noted(first, 9), {"flow": "other"}, SMALL)
 
 
 def test_refusals_are_one_sentence(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A `Flow` is an ibis table with a memory of what it was made of. Nothing is compu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from shoal.data.store.store import Store
 from shoal.errors import ConfigError
 
 By = str | Sequence[str]
+Facts = Callable[[], list[dict[str, Any]]]
+"""What there is to say of an input."""
 Tell = Callable[[int, int, float], None]
 """(rows, bytes, part of the query that is done)"""
 
@@ -35,7 +38,8 @@ class Flow:
     engine: Engine
     table: Table
     """The table as ibis knows it; `apply` changes it by what ibis offers and this does not."""
-    inputs: tuple[Mapping[str, Any], ...] = ()
+    inputs: tuple[Facts, ...] = ()
+    """What was read; sizes and checksums are found out when something is written."""
     ordered: bool = False
     """Whether rows come in the order of the input."""
     code: tuple[str, ...] = ()
@@ -233,13 +237,10 @@ class Flow:
     def lineage(self) -> dict[str, Any]:
         """What it is made of: inputs with sizes and checksums, engine, query, and the text of Python functions."""
         with running("the flow"):
-            query = str(need_ibis().to_sql(self.table))
-        return {
-            "engine": self.engine.version(),
-            "inputs": list(self.inputs),
-            "query": query,
-            "code": list(self.code),
-        }
+            # ibis numbers functions in the order in which a process makes them: no part of what they are.
+            query = re.sub(r"(_[0-9A-Fa-f]{8,16})_\d+\b", r"\1", str(need_ibis().to_sql(self.table)))
+            inputs = [fact for facts in self.inputs for fact in facts()]
+        return {"engine": self.engine.version(), "inputs": inputs, "query": query, "code": list(self.code)}
 
     def _values(self, given: Mapping[Any, Value]) -> tuple[dict[Any, Value], tuple[str, ...]]:
         """Values for columns: Python functions become functions of columns."""

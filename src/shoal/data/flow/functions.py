@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal.data.flow.engine import MARK, DataType, need_ibis
 from shoal.errors import ConfigError
+from shoal.functions import globals_read
 from shoal.table import did_you_mean
 
 _SHOWN = 60
@@ -72,12 +74,37 @@ def with_row(call: Callable[..., object], names: list[str]) -> Callable[..., Any
     return called
 
 
-def source_of(call: Callable[..., object]) -> str:
-    """The text of a function, for the lineage; its name where there is none."""
+def source_of(call: Callable[..., Any]) -> str:
+    """The text of a function, with the constants and functions of the script that it reads: for the lineage.
+
+    >>> limit = 3
+    >>> source_of(eval("lambda text: text[:limit]", {"limit": limit})).splitlines()[-1]
+    'limit = 3'
+    """
+    return "\n".join(_parts_of(call, set()))
+
+
+def _parts_of(call: Callable[..., Any], seen: set[str]) -> Iterator[str]:
     try:
-        return inspect.getsource(call)
+        yield inspect.getsource(call)
     except (OSError, TypeError):
-        return name_of(call)
+        yield name_of(call)
+    if not isinstance(call, types.FunctionType):
+        return
+    read = {name: call.__globals__[name] for name in globals_read(call.__code__) if name in call.__globals__}
+    cells = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
+    read |= {name: cell.cell_contents for name, cell in cells}
+    for name, value in sorted(read.items()):
+        if name in seen:
+            continue
+        seen.add(name)
+        if isinstance(value, _PLAIN):
+            yield f"{name} = {value!r}"
+        elif isinstance(value, types.FunctionType):
+            yield from _parts_of(value, seen)
+
+
+_PLAIN = (int, float, str, bytes, tuple, frozenset, list, dict, set, type(None))
 
 
 def _short(value: object, quote: str = "r") -> str:

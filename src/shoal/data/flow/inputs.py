@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class InputFile:
     url: str
     bytes: int
     digest: str
-    """xxh3 of all of it; of remote files what the file system says of a version, or nothing."""
+    """xxh3 of all of it; of remote files what the file system says of a version, or when they were read."""
 
 
 @dataclass(frozen=True)
@@ -149,4 +150,4 @@ def _fact(file: str) -> InputFile:
     files, path = open_url(file, title_of(file))
     info = files.info(path)
     mark = next((str(info[key]) for key in ("ETag", "etag", "mtime", "LastModified") if key in info), "")
-    return InputFile(hide(file), int(info.get("size") or 0), mark)
+    return InputFile(hide(file), int(info.get("size") or 0), mark or f"read {time.time_ns()}")

@@ -74,6 +74,7 @@ class DuckDB(Engine):
         def over_columns(*columns: Any) -> Any:
             return pa.array([call(*row) for row in zip(*(c.to_pylist() for c in columns), strict=True)], made)
 
+        over_columns.__name__ = name  # in the SQL, and so in the lineage
         return self._ibis.udf.scalar.pyarrow(over_columns, name=name, signature=(tuple(takes), gives))
 
     def map_batches(

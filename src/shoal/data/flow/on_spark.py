@@ -112,6 +112,7 @@ class Spark(Engine):
         self, call: Callable[..., object], name: str, takes: list[DataType], gives: DataType
     ) -> Value:
         """A Python function of one row's values, as a function of columns."""
+        call.__name__ = name  # in the SQL, and so in the lineage
         return self._ibis.udf.scalar.python(call, name=name, signature=(tuple(takes), gives))
 
     def map_batches(

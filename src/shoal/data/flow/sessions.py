@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from shoal.data.flow.on_duckdb import DuckDB
 from shoal.data.flow.on_spark import Spark
 from shoal.data.flow.sql import with_views
 from shoal.data.store.arrow import arrow
+from shoal.data.store.cut import digest_of
 from shoal.data.store.places.open_place import open_place
 from shoal.data.store.places.place import LocalPlace
 from shoal.data.store.store import Store
@@ -47,7 +49,9 @@ class Session:
         if text.startswith("hive://"):
             with running(f"reading {text}"):
                 table = self.engine.hive(text.removeprefix("hive://"))
-            return Flow(self.engine, _checked(table, schema, text), ({"url": text},))
+            return Flow(
+                self.engine, _checked(table, schema, text), (lambda: [{"url": text, "read": time.time_ns()}],)
+            )
         if kind is None and _is_store(text):
             return self._read_store(text)
         inputs = find_inputs(text, kind)
@@ -56,12 +60,16 @@ class Session:
             table = self.engine.read(list(inputs.files), inputs.kind, self._view("read"))
 
         found = _checked(table, schema, text)
-        return Flow(self.engine, found, tuple(inputs.facts()), self.engine.keeps_order)
+        return Flow(self.engine, found, (inputs.facts,), self.engine.keeps_order)
 
     def rows(self, table: Any) -> Flow:
         """A table of an Arrow table."""
         made = self.engine.arrow(table, self._view("rows"))
-        return Flow(self.engine, made, ({"rows": table.num_rows},), self.engine.keeps_order)
+
+        def facts() -> list[dict[str, Any]]:
+            return [{"rows": table.num_rows, "digest": digest_of(table.to_batches())}]
+
+        return Flow(self.engine, made, (facts,), self.engine.keeps_order)
 
     def sql(self, query: str) -> Flow:
         """A query; what it reads stands in quotes: select kind, count(*) from 'events/*.parquet' group by kind."""
@@ -90,7 +98,7 @@ class Session:
             "version": store.version,
             "files": [file.digest for file in store.manifest.files],
         }
-        return Flow(self.engine, made, (facts,), self.engine.keeps_order)
+        return Flow(self.engine, made, (lambda: [facts],), self.engine.keeps_order)
 
     def _view(self, kind: str) -> str:
         self._views += 1

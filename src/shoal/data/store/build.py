@@ -69,9 +69,13 @@ def build(
     """
     options = options or BuildOptions()
     stored = stored_schema(schema, dict(options.shapes))
-    before = _before(place, stored, options)
-    name = _name(lineage, stored, options, before)
+    base = _newest(place) if options.append or options.replace else None
+    name = _name(lineage, stored, options, base)
     with _stage(place, name) as stage:
+        before = _newest(place)
+        if before is not None and before.lineage and before.lineage[-1].get("build") == name:
+            return before  # by another worker of the same job, or earlier
+        _check_place(place, before, base, stored, options)
         files = Journal(stage).read(place.data_files())
         for file in _write_all(place, stage, stored, rows, [*files], options):
             files.append(file)
@@ -79,23 +83,35 @@ def build(
                 tell(sum(one.rows for one in files), sum(one.bytes for one in files))
         if not files:
             raise ConfigError(f"there are no rows to write; nothing is written to {place.title}.")
-        return _commit(place, stored, before, files, lineage, options, features or {})
+        return _commit(place, stored, before, files, {"build": name, **lineage}, options, features or {})
 
 
-def _before(place: Place, stored: Schema, options: BuildOptions) -> StoreManifest | None:
-    """The version before, or a refusal where the new one does not fit to it."""
+def _newest(place: Place) -> StoreManifest | None:
     versions = place.versions()
-    if not versions:
-        return None
-    before = read_manifest(place, versions[-1])
+    return read_manifest(place, versions[-1]) if versions else None
+
+
+def _check_place(
+    place: Place,
+    before: StoreManifest | None,
+    base: StoreManifest | None,
+    stored: Schema,
+    options: BuildOptions,
+) -> None:
+    """Refuse where the new version does not fit to the one before."""
+    if before is None:
+        return
     if not (options.append or options.replace):
         raise ConfigError(
             f"there is a store at {place.title}, of {before.rows} rows; append to it (append=True), make a version of "
             "other rows (replace=True), or give another place."
         )
+    if base is None or base.version != before.version:
+        raise ConfigError(
+            f"version {before.version} of {place.title} was made by another process meanwhile; build once more."
+        )
     if options.append:
         check_schema(dict(before.columns), columns_of(stored))
-    return before
 
 
 def check_schema(old: Mapping[str, str], new: Mapping[str, str]) -> None:
@@ -132,27 +148,35 @@ def _name(
 
 @contextmanager
 def _stage(place: Place, name: str) -> Iterator[Path]:
-    """The folder of a build, held by this process alone; removed when the build is finished."""
+    """The folder of a build, held by one process at a time; removed when the build is finished."""
     stage = place.stage(name)
     new = [folder for folder in (stage.parent, *stage.parent.parents) if not folder.exists()]
-    stage.mkdir(parents=True, exist_ok=True)
-    with open(stage / _LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process is building the same at {place.title}; wait for it, or end it."
-            ) from error
-        try:
-            yield stage
-        except BaseException:
-            if not (stage / _JOURNAL).exists():  # nothing to go on from
-                shutil.rmtree(stage, ignore_errors=True)
-                with suppress(OSError):
-                    for folder in new:
-                        folder.rmdir()
-            raise
+    lock = _lock(stage)
+    try:
+        yield stage
+    except BaseException:
+        if not (stage / _JOURNAL).exists():  # nothing to go on from
+            shutil.rmtree(stage, ignore_errors=True)
+            with suppress(OSError):
+                for folder in new:
+                    folder.rmdir()
+        raise
+    else:
         shutil.rmtree(stage, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _lock(stage: Path) -> int:
+    """The lock of a build. Who builds the same at the same time waits here, and then finds it built."""
+    while True:
+        stage.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # removed meanwhile by the one that was first
+            lock = os.open(stage / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (stage / _LOCK).exists() and os.path.samestat(os.fstat(lock), os.stat(stage / _LOCK)):
+                return lock
+            os.close(lock)
 
 
 def is_held(stage: Path) -> bool:

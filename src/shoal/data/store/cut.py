@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from shoal.data.store.arrow import RecordBatch, Schema, arrow, kind_of
 from shoal.errors import ConfigError
@@ -101,6 +102,14 @@ def _sizes(found: Any) -> list[int]:
         sizes.append(found.list_size)
         found = found.value_type
     return sizes
+
+
+def digest_of(batches: Iterable[RecordBatch]) -> str:
+    """A checksum of rows, as they come in batches."""
+    whole = xxhash.xxh3_128()
+    for batch in batches:
+        whole.update(batch.serialize())
+    return whole.hexdigest()
 
 
 def row_bytes(batch: RecordBatch) -> npt.NDArray[np.int64]:

@@ -25,6 +25,7 @@ from shoal.data.store.columns import (
     make_column,
     row_starts,
 )
+from shoal.data.store.cut import digest_of
 from shoal.data.store.manifest import StoreManifest
 from shoal.data.store.mapping import Mapping as MappedFile
 from shoal.data.store.places.open_place import CACHE_LIMIT, cache_folder, open_place
@@ -118,7 +119,8 @@ class Store(BatchSource):
         batches = rows.to_batches() if hasattr(rows, "to_batches") else list(rows)
         if not batches:
             raise ConfigError(f"there are no rows to write; nothing is written to {url}.")
-        build(open_place(url), batches[0].schema, _from_row(batches), lineage or {}, options)
+        given = {"rows_digest": digest_of(batches), **(lineage or {})}
+        build(open_place(url), batches[0].schema, _from_row(batches), given, options)
         return Store(url)
 
     def __len__(self) -> int:
