@@ -34,6 +34,7 @@ BENCHMARKS = {
     "memory": "state",
     "checkpoint": "state",
     "data": "data",
+    "recovery": "faults",
     "order": "data",
     "padding": "data",
     "plan": "plan",

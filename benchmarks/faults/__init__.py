@@ -1,0 +1,1 @@
+"""What a fault costs."""
