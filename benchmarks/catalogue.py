@@ -23,6 +23,7 @@ BENCHMARKS = {
     "balance": "training",
     "overhead": "training",
     "checks": "training",
+    "see": "training",
     "startup": "training",
     "collectives": "communication",
     "levels": "communication",

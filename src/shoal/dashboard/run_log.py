@@ -18,6 +18,9 @@ from shoal.report.follow import Follower, Sampled
 from shoal.report.state import RankState, read_states
 
 FOLLOW_SECONDS = 0.1
+LOADING_SECONDS = 1.0
+"""So often the page is told how far a log has been read."""
+PAUSE_SECONDS = 0.1
 MOST_RANKS = 4096
 
 
@@ -43,6 +46,9 @@ class RunLog:
         self._others: dict[str, tuple[Follower, list[Event]]] = {}
         self._samples: dict[int, Sampled] = {}
         self._headers: dict[int, Event] = {}
+        self.asked = 0.0
+        """When somebody asked for something last."""
+        self._patience = 3.0
         self._stop = threading.Event()
 
     def ranks(self) -> list[int]:
@@ -71,14 +77,27 @@ class RunLog:
 
     def _follow(self) -> None:
         seen: object = None
+        shown = 0.0
         while not self._stop.is_set():
+            self._let_others_go_first()
             fresh = self.columns.poll()
+            if fresh and not self.columns.loaded and time.monotonic() - shown < LOADING_SECONDS:
+                continue
+            shown = time.monotonic()
             now = (self._poll_others(), [state.written for state in self.states()])
             if fresh or now != seen:
                 seen = now
                 self.version += 1
             if not fresh:
                 self._stop.wait(FOLLOW_SECONDS)
+
+    def _let_others_go_first(self) -> None:
+        """While a long log is read, whoever asks is answered first, from samples: both cannot run at once."""
+        while (
+            not self.columns.loaded and self._patience > 0 and time.monotonic() - self.asked < PAUSE_SECONDS
+        ):
+            self._patience -= PAUSE_SECONDS
+            self._stop.wait(PAUSE_SECONDS)
 
     def _poll_others(self) -> int:
         """Logs of the launcher and others are short: followed from their beginning."""

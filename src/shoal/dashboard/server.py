@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic
 from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -44,6 +45,10 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The page's address, with the token."""
         return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that goes away in the middle is no news, and a traceback would show what was asked for."""
+        del request, client_address
 
     def close(self) -> None:
         """Stop serving, from another thread than the one that serves."""
@@ -82,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not known or not slash or host not in _HOSTS:
             self.send_error(404)
             return
+        for run in self.server.runs:
+            run.asked = monotonic()
         if name == "":
             text, policy = page()
             self._send(200, "text/html; charset=utf-8", text.encode(), policy)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shoal.report.spans import SpanKind, Spans
 from shoal.types import StepReport
@@ -25,8 +24,7 @@ PHASES: tuple[Phase, ...] = ("data", "compute", "exposed", "update")
 """In the order in which a step meets them; `StepReport` explains each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """The seconds of a step, or of many steps together, and how many of them each phase took."""
 
     seconds: float
@@ -73,6 +71,7 @@ _KINDS: dict[Phase, int] = {
 }
 
 _BETWEEN = int(SpanKind.BETWEEN)
+_PEAK_NS = 20_000_000
 _SHORT_NS = 5000
 """What took less is no span: nobody would see it, and `exposed` is that short many times a step."""
 
@@ -89,7 +88,7 @@ class Meter:
     True
     """
 
-    __slots__ = ("_begin", "_last", "_spent", "_stopped", "page", "spans")
+    __slots__ = ("_begin", "_last", "_peak", "_peak_due", "_spent", "_stopped", "page", "spans")
 
     def __init__(self, spans: Spans | None = None) -> None:
         self.spans = spans or Spans()
@@ -99,6 +98,8 @@ class Meter:
         """Where each phase is noted as it begins, for whoever watches this worker."""
         self._begin = self._last = perf_counter_ns()
         self._stopped = 0
+        self._peak = 0
+        self._peak_due = 0
 
     def start(self, step: int = 0) -> None:
         """Begin a step, counted from 1: forget the times of the one before."""
@@ -121,6 +122,13 @@ class Meter:
         after = _AFTER.get(phase)
         if after is not None:
             self.page.enter(after, now * 1e-9)
+
+    def peak_memory(self) -> int:
+        """As the function of this name, but not more often than every 20 ms."""
+        if self._last >= self._peak_due:
+            self._peak_due = self._last + _PEAK_NS
+            self._peak = peak_memory()
+        return self._peak
 
     def stop(self) -> Times:
         """End the step. Time after the last mark counts in `seconds` and in no phase."""

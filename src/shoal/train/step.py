@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from shoal.exchange.contract import Stepper, StepView, Tally
-from shoal.report.meter import peak_memory
 from shoal.train.passes import over_stages, run_passes
 from shoal.train.step_context import StepContext
 from shoal.train.technique.clip import ByNorm, ByValue
@@ -71,7 +70,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
         exposed_seconds=times.exposed,
         update_seconds=times.update,
         bytes_sent=traffic.bytes_sent - sent,
-        peak_memory=peak_memory(),
+        peak_memory=meter.peak_memory(),
         lr=float(exchange.optimizer.param_groups[0]["lr"]),
         grad_norm=done.norm,
         skipped=done.skipped,

@@ -38,4 +38,4 @@ class Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()

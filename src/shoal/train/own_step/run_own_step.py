@@ -6,7 +6,6 @@ import sys
 
 from shoal.data.batch import Batch, convert
 from shoal.exchange.contract import StepView
-from shoal.report.meter import peak_memory
 from shoal.train.own_step.exchange_by_model import ExchangeByModel
 from shoal.train.own_step.own_step import OwnStep
 from shoal.train.own_step.same_calls import SameCalls
@@ -53,7 +52,7 @@ def run_own_step(context: StepContext, view: StepView) -> StepReport:
         exposed_seconds=times.exposed,
         update_seconds=times.update,
         bytes_sent=traffic.bytes_sent - sent,
-        peak_memory=peak_memory(),
+        peak_memory=meter.peak_memory(),
         lr=float(exchange.optimizer.param_groups[0]["lr"]),
         grad_norm=ctx.grad_norm,
         skipped=ctx.skipped,
