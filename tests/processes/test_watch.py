@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import environment, losses, shoal, write
+from commands import environment, losses, python, shoal, write
 
 from shoal.errors import ConfigError
 from shoal.report.events import read_events
@@ -218,3 +218,4 @@ def test_clocks_that_differ_are_shown_and_decide_nothing(tmp_path: Path) -> None
     assert clock["offset"] < -89
     assert clock["error"] < 1
     assert "s ahead of that of" in said[0]
+    assert "s ahead of that of the first host" in python(apart, "-m", "shoal", "status", "log").out

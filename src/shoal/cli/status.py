@@ -72,13 +72,22 @@ def _show(folder: Path, states: list[RankState], watch: bool) -> list[RankState]
     console = Console()
     if not watch:
         console.print(_table(states))
+        _show_clocks(folder)
         return states
     with Live(_table(states), console=console, auto_refresh=False) as live:
         while _conditions(states) & {"running", "silent"}:
             time.sleep(LOOK_SECONDS)
             states = _read(folder)
             live.update(_table(states), refresh=True)
+    _show_clocks(folder)
     return states
+
+
+def _show_clocks(folder: Path) -> None:
+    from shoal.report.host_clocks import clock_sentences
+
+    for sentence in clock_sentences(folder):
+        print(plain(sentence))
 
 
 def _table(states: list[RankState]) -> RenderableType:

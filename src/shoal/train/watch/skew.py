@@ -17,7 +17,8 @@ QUESTIONS = 8
 class HostClock:
     """The clock of one host: add `offset` seconds to its times to get those of the first host."""
 
-    host: str
+    rank: int
+    """The first on that host."""
     offset: float
     error: float
     """Half of the fastest round trip: `offset` cannot be further off."""
@@ -36,7 +37,7 @@ def compare_clocks(world: World) -> list[HostClock]:
         elif world.rank == leader:
             mine = _ask(world)
     rows = world.gather_numbers(mine).tolist()
-    return [HostClock(world.hosts[leader], *rows[leader]) for leader in leaders[1:]]
+    return [HostClock(leader, *rows[leader]) for leader in leaders[1:]]
 
 
 def _answer(world: World, leader: int) -> None:

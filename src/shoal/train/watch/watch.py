@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from math import isfinite
 from statistics import median
 from time import monotonic
@@ -34,7 +35,10 @@ class Watch:
         meeting = context.exchange.meeting_interval
         self._every = meeting * -(-WINDOW // meeting)
         places = [mesh.place_of(rank)[1:] for rank in range(world.size)] if self._meets else []
-        self._stragglers = Stragglers([(stage, part) for stage, part in places], world.hosts)
+        name = socket.gethostname()
+        # As the header of each rank's log calls its host; `World.hosts` are keys of shared memory.
+        self._names = world.gather_values(name) if self._meets and self._apart else [name] * world.size
+        self._stragglers = Stragglers([(stage, part) for stage, part in places], self._names)
         self._seconds: list[float] = []
         self._waited = context.exchange.waited
         replicated = check_replicas is not None and self._meets and mesh.data.size > 1
@@ -43,11 +47,12 @@ class Watch:
 
     def _clocks(self, journal: Journal) -> None:
         for clock in compare_clocks(self._context.world):
-            facts = {"host": clock.host, "offset": round(clock.offset, 6), "error": round(clock.error, 6)}
-            first = self._context.world.hosts[0]
+            host = self._names[clock.rank]
+            facts = {"host": host, "offset": round(clock.offset, 6), "error": round(clock.error, 6)}
+            first = self._names[0]
             apart = abs(clock.offset) > 1.0 + clock.error
             ahead = "behind" if clock.offset > 0 else "ahead of"
-            text = f"the clock of host {clock.host} is {abs(clock.offset):.1f} s {ahead} that of {first}"
+            text = f"the clock of host {host} (rank {clock.rank}) is {abs(clock.offset):.1f} s {ahead} that of {first}"
             journal.tell("clock", facts | {"reference": first}, text if apart else "")
 
     def after(self, report: StepReport, journal: Journal) -> None:
