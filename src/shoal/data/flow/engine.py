@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -58,6 +59,10 @@ class Engine(ABC):
         """A table of an Arrow table. `name`: of the view."""
 
     @abstractmethod
+    def stream(self, batches: Iterator[RecordBatch], schema: Schema, name: str) -> Table:
+        """A table of rows that come in batches, by way of a file, so that memory stays bounded."""
+
+    @abstractmethod
     def sql(self, text: str) -> Table:
         """A query over views."""
 
@@ -86,6 +91,16 @@ class Engine(ABC):
         """End it, and remove what it has left on the disk."""
 
 
+def to_parquet(batches: Iterator[RecordBatch], schema: Schema, path: Path) -> None:
+    """Batches into a file as they come."""
+    from pyarrow import Table, parquet
+
+    with parquet.ParquetWriter(path, schema, compression="none") as writer:
+        for batch in batches:
+            if batch.num_rows:
+                writer.write_table(Table.from_batches([batch], schema))
+
+
 def sentence(error: BaseException) -> str:
     """What an engine raised, as the end of one sentence.
 
@@ -96,7 +111,7 @@ def sentence(error: BaseException) -> str:
     if MARK in text:
         return text.split(MARK, 1)[1].splitlines()[0].rstrip(".")
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return re.sub(r"\s+", " ", first)[:400].rstrip(".")
+    return re.sub(r"\s+", " ", first)[:400].rstrip(". ")
 
 
 def local_threads(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,12 @@ class Inputs:
 
     def facts(self) -> list[dict[str, Any]]:
         """What they are now: sizes and checksums."""
-        return [asdict(_fact(file)) for file in self.files]
+        return facts_of(self.files)
+
+
+def facts_of(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Sizes and checksums of files."""
+    return [asdict(_fact(file)) for file in files]
 
 
 def find_inputs(url: str, kind: str | None = None) -> Inputs:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.data.flow.engine import DataType, Engine, Table, Value, need_ibis
+from shoal.data.flow.engine import DataType, Engine, Table, Value, need_ibis, to_parquet
 from shoal.data.store.arrow import RecordBatch, Schema, arrow
 from shoal.urls import open_url, title_of
 
@@ -81,17 +81,16 @@ class DuckDB(Engine):
         self, table: Table, change: Callable[[RecordBatch], RecordBatch], schema: Schema
     ) -> Table:
         """What a Python function makes of each record batch, now: through a file, so that memory stays bounded."""
-        pa = arrow()
-        from pyarrow import parquet
-
         self._made += 1
         path = self._spill / f"mapped-{self._made}.parquet"
-        with parquet.ParquetWriter(path, schema) as writer:
-            for batch in self.batches(table, 0):
-                made = change(batch)
-                if made.num_rows:
-                    writer.write_table(pa.Table.from_batches([made], schema))
+        to_parquet((change(batch) for batch in self.batches(table, 0)), schema, path)
         return self._connection.read_parquet(str(path), table_name=f"mapped_{self._made}")
+
+    def stream(self, batches: Iterator[RecordBatch], schema: Schema, name: str) -> Table:
+        """A table of rows that come in batches, by way of a file, so that memory stays bounded."""
+        path = self._spill / f"{name}.parquet"
+        to_parquet(batches, schema, path)
+        return self._connection.read_parquet(str(path), table_name=name)
 
     def batches(self, table: Table, first: int) -> Iterator[RecordBatch]:
         """The rows of a table from a number on."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.data.flow.engine import DataType, Engine, Table, Value, local_threads, need_ibis
+from shoal.data.flow.engine import DataType, Engine, Table, Value, local_threads, need_ibis, to_parquet
 from shoal.data.store.arrow import RecordBatch, Schema, arrow
 from shoal.errors import ConfigError
 from shoal.urls import FileSystem, last_name, open_url, title_of
@@ -102,6 +102,12 @@ class Spark(Engine):
 
         path = self._folder / f"{name}.parquet"
         parquet.write_table(table, path)
+        return self._view(self._session.read.parquet(str(path)), name)
+
+    def stream(self, batches: Iterator[RecordBatch], schema: Schema, name: str) -> Table:
+        """A table of rows that come in batches, by way of a file, so that memory stays bounded."""
+        path = self._folder / f"{name}.parquet"
+        to_parquet(batches, schema, path)
         return self._view(self._session.read.parquet(str(path)), name)
 
     def sql(self, text: str) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 from shoal.data.flow.engine import Engine, Table, is_spark
 from shoal.data.flow.errors import running
 from shoal.data.flow.flow import Flow
-from shoal.data.flow.inputs import find_inputs
+from shoal.data.flow.inputs import facts_of, find_inputs
 from shoal.data.flow.on_duckdb import DuckDB
 from shoal.data.flow.on_spark import Spark
 from shoal.data.flow.sql import with_views
+from shoal.data.readers import reader_for
 from shoal.data.store.arrow import arrow
 from shoal.data.store.cut import digest_of
 from shoal.data.store.places.open_place import open_place
@@ -23,6 +25,8 @@ from shoal.data.store.store import Store
 from shoal.errors import ConfigError
 from shoal.table import did_you_mean
 from shoal.urls import hide
+from shoal.world.failure import end_in_one_sentence
+from shoal.world.launch import from_environment
 
 
 class Session:
@@ -40,7 +44,7 @@ class Session:
         self._views = 0
 
     def read(self, url: str | Path, kind: str | None = None, schema: Mapping[str, str] | None = None) -> Flow:
-        """A table of files: Parquet, CSV, JSON lines, a store, or `hive://database.table`.
+        """A table of files: Parquet, CSV, JSON lines, other formats (shoal.data.readers), a store, `hive://db.table`.
 
         `kind`: "parquet", "csv" or "json", where names of files do not tell. `schema`: columns and types that there
         have to be.
@@ -54,6 +58,11 @@ class Session:
             )
         if kind is None and _is_store(text):
             return self._read_store(text)
+        reader = None if "://" in text else reader_for(text, kind)
+        if reader is not None:
+            table = self.engine.stream(reader.batches(), reader.schema(), self._view("read"))
+            facts = partial(facts_of, [str(file) for file in reader.files()])
+            return Flow(self.engine, _checked(table, schema, text), (facts,), self.engine.keeps_order)
         inputs = find_inputs(text, kind)
         inputs.check_alike()
         with running(f"reading {hide(text)}"):
@@ -117,6 +126,7 @@ def session(
     `memory`: a limit such as "2GB"; beyond it the engine spills to `spill`, by default the folder for temporary files.
     `hive`: with Spark, the address of a metastore such as "thrift://host:9083", or a folder with one of its own.
     """
+    end_in_one_sentence(from_environment().rank)
     if is_spark(engine):
         return Session(Spark(engine, memory, spill, hive))
     if engine != "duckdb" or hive is not None:

@@ -30,6 +30,7 @@ from shoal.data.store.manifest import StoreManifest
 from shoal.data.store.mapping import Mapping as MappedFile
 from shoal.data.store.places.open_place import CACHE_LIMIT, cache_folder, open_place
 from shoal.data.store.places.pages import Cache, Pages
+from shoal.data.store.places.place import LocalPlace
 from shoal.data.store.places.remote_place import RemotePlace
 from shoal.data.store.span import Memory
 from shoal.data.store.verify import problems
@@ -37,6 +38,8 @@ from shoal.data.store.versions import read_manifest
 from shoal.errors import ConfigError
 from shoal.partition.cuts import Ids
 from shoal.table import did_you_mean
+from shoal.world.failure import end_in_one_sentence
+from shoal.world.launch import from_environment
 
 Sample = Any
 """A dict by column name; a tuple where `columns=` says which."""
@@ -77,6 +80,7 @@ class Store(BatchSource):
         what it draws from global generators is keyed by sample. `cache`: the folder for blocks of a store at a URL, by
         default ~/.cache/shoal, which holds up to `cache_limit` bytes.
         """
+        end_in_one_sentence(from_environment().rank)
         self.url = str(url)
         self._asked = {
             "version": version,
@@ -280,8 +284,9 @@ class Store(BatchSource):
     def _paths(self) -> list[Path]:
         """Where the files can be mapped."""
         files = self.manifest.files
-        if not isinstance(self._place, RemotePlace):
+        if isinstance(self._place, LocalPlace):
             return [self._place.local(file) for file in files]
+        assert isinstance(self._place, RemotePlace)
         folder = self._cache.hold(self._place.title, self.manifest.nbytes)
         self._pages = Pages(folder, files, self._place.fetch, self._place.title)
         self._pages.need_ends()

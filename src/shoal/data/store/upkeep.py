@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
-from shoal.data.store.build import is_held
+from shoal.data.store.build import checksums, is_held
 from shoal.data.store.manifest import StoreManifest, version_name
 from shoal.data.store.places.place import DATA, Place
 from shoal.data.store.verify import problem_of
 from shoal.data.store.versions import read_manifest
 from shoal.errors import ConfigError
+from shoal.sealed import write_file
 
 Tell = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
@@ -56,11 +57,15 @@ def copy_store(
     try:
         for file in {file.name: file for file in manifest.files}.values():
             if there.get(file.name) != file.bytes:
-                problem = problem_of(source, file)
-                if problem:
-                    raise ConfigError(f"{source.title}: {problem}; nothing is copied further.")
                 part = stage / file.name
-                shutil.copyfile(source.local(file), part)
+                try:
+                    write_file(part, source.blocks(file))
+                    digest, _ = checksums(part)
+                except FileNotFoundError:
+                    digest = "nothing"
+                if digest != file.digest:
+                    problem = problem_of(source, file) or f"{file.name} was damaged on its way"
+                    raise ConfigError(f"{source.title}: {problem}; nothing is copied further.")
                 target.bring_in(part, file.name)
             done += file.bytes
             if tell is not None:

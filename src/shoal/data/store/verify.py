@@ -21,19 +21,15 @@ def problems(place: Place, manifest: StoreManifest) -> Iterator[str]:
 
 def problem_of(place: Place, file: StoreFile) -> str:
     """What is wrong with a file; empty if nothing is."""
+    whole = xxhash.xxh3_128()
+    damaged = []
+    size = 0
     try:
-        path = place.local(file)
-        with open(path, "rb") as found:
-            whole = xxhash.xxh3_128()
-            number = 0
-            damaged = []
-            size = 0
-            while block := found.read(BLOCK):
-                whole.update(block)
-                size += len(block)
-                if xxhash.xxh3_64_hexdigest(block) != file.blocks[16 * number : 16 * number + 16]:
-                    damaged.append(number)
-                number += 1
+        for number, block in enumerate(place.blocks(file)):
+            whole.update(block)
+            size += len(block)
+            if xxhash.xxh3_64_hexdigest(block) != file.blocks[16 * number : 16 * number + 16]:
+                damaged.append(number)
     except FileNotFoundError:
         return f"{file.name} is missing"
     except (OSError, ConfigError) as error:

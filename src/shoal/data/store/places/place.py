@@ -6,10 +6,11 @@ Files of data are named by what is in them; a version's manifest is created all 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from shoal.data.store.manifest import StoreFile, is_data_name, version_of
+from shoal.data.store.manifest import BLOCK, StoreFile, is_data_name, version_of
 from shoal.sealed import read_file, write_file
 
 DATA = "data"
@@ -41,8 +42,8 @@ class Place(Protocol):
     def data_files(self) -> dict[str, int]:
         """The files of the data, and how many bytes each has."""
 
-    def local(self, file: StoreFile) -> Path:
-        """The file on a disk of this host, to be mapped."""
+    def blocks(self, file: StoreFile) -> Iterator[bytes]:
+        """All of a file, block by block; FileNotFoundError if it is not there."""
 
     def stage(self, name: str) -> Path:
         """A folder on a disk of this host, in which the build `name` may be found again."""
@@ -102,6 +103,12 @@ class LocalPlace:
     def local(self, file: StoreFile) -> Path:
         """The file on a disk of this host, to be mapped."""
         return self.folder / DATA / file.name
+
+    def blocks(self, file: StoreFile) -> Iterator[bytes]:
+        """All of a file, block by block; FileNotFoundError if it is not there."""
+        with open(self.local(file), "rb") as found:
+            while block := found.read(BLOCK):
+                yield block
 
     def stage(self, name: str) -> Path:
         """A folder on a disk of this host, in which the build `name` may be found again."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.data.store.manifest import StoreFile, is_data_name, version_of
+from shoal.data.store.manifest import BLOCK, StoreFile, is_data_name, version_of
 from shoal.data.store.places.place import DATA, STAGE
 from shoal.errors import ConfigError
 from shoal.urls import FileSystem, last_name, open_url, reason, title_of, try_again
@@ -82,16 +82,12 @@ class RemotePlace:
         """The files of the data, and how many bytes each has."""
         return {name: size for name, size in self._names(DATA).items() if is_data_name(name)}
 
-    def local(self, file: StoreFile) -> Path:
-        """All of a file in a folder of this host, for tools that read whole files; training asks for blocks."""
-        path = self.stage("whole") / file.name
-        if not path.exists() or path.stat().st_size != file.bytes:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f".{file.name}.{os.getpid()}")
-            with self._or_say("read"):
-                self._try(lambda: self._files.get_file(self._at(DATA, file.name), str(part)))
-            os.replace(part, path)
-        return path
+    def blocks(self, file: StoreFile) -> Iterator[bytes]:
+        """All of a file, block by block; FileNotFoundError if it is not there."""
+        if self._size(self._at(DATA, file.name)) < 0:
+            raise FileNotFoundError(file.name)
+        for start in range(0, file.bytes, BLOCK):
+            yield self.fetch(file, start, min(start + BLOCK, file.bytes))
 
     def fetch(self, file: StoreFile, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file."""
