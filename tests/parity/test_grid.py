@@ -1,8 +1,8 @@
 """Every exchange × tensor × pipeline, on every toy and on two Hugging Face models: equal to one process, or refused.
 
-zero3, which depends on how a model is made, meets every model in every cell. The other exchanges see a row of
-parameters. With two replicas each of them meets each model under tp, under pp or under both, and each model meets each
-of the three with at least one of them; with one replica likewise. That is every pair, and a third of all triples.
+There are five ways to divide a model: among two workers by tp or by pp, in two replicas of each, and in two replicas of
+both. By default each exchange meets each model in one of them, and each model meets each of the five under one exchange:
+every pair of values. `--all` runs every triple.
 
 All cells of one size run one after the other in the same workers; only one test pays for starting them.
 """
@@ -65,23 +65,27 @@ def test_every_schedule_under_every_exchange() -> None:
         assert gap <= LIMIT, f"{strategy}, {model}: {gap:.2e} at {where}"
 
 
+WAYS = [
+    (2, "tp2"),
+    (2, "pp2(microbatches=2)"),
+    (4, "tp2"),
+    (4, "pp2(microbatches=2)"),
+    (8, "tp2 * pp2(microbatches=2)"),
+]
+"""How a model is divided, and among how many workers: two replicas, but for two workers, who are one together."""
+
+
 def cells(workers: int) -> list[str]:
-    """Strategies with two replicas, but for two workers, who are one replica together."""
-    inner = {
-        2: ["tp2", "pp2(microbatches=2)"],
-        4: ["tp2", "pp2(microbatches=2)"],
-        8: ["tp2 * pp2(microbatches=2)"],
-    }
-    return [f"{exchange} * {how}" for exchange, how in itertools.product(SHARED, inner[workers])]
+    return [f"{exchange} * {how}" for exchange in SHARED for n, how in WAYS if n == workers]
 
 
-def models_of(workers: int, strategy: str) -> list[str]:
-    """The models of a cell: every third, beginning with another one in each row and column of the grid."""
+def models_of(workers: int, strategy: str, everything: bool) -> list[str]:
+    """The models of a cell: every fifth, beginning with another one in each row and column of the grid."""
     exchange, _, inner = strategy.partition(" * ")
-    if exchange == "zero3":
+    if everything:
         return list(MODELS)
-    column = 2 if workers == 8 else int(inner.startswith("pp2"))
-    return [model for i, model in enumerate(MODELS) if (i + SHARED.index(exchange) + column) % 3 == 0]
+    column = WAYS.index((workers, inner))
+    return [model for i, model in enumerate(MODELS) if (i + SHARED.index(exchange)) % len(WAYS) == column]
 
 
 def run_pairs(world: World, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], ParityTrace | str]:
@@ -106,21 +110,21 @@ def _models_are_loaded() -> None:
 
 
 @cache
-def results(workers: int) -> dict[tuple[str, str], ParityTrace | str]:
-    pairs = [(strategy, model) for strategy in cells(workers) for model in models_of(workers, strategy)]
-    found: dict[tuple[str, str], ParityTrace | str] = spawn(run_pairs, workers, pairs, timeout=400)[0]
+def results(workers: int, everything: bool) -> dict[tuple[str, str], ParityTrace | str]:
+    pairs = [(text, model) for text in cells(workers) for model in models_of(workers, text, everything)]
+    found: dict[tuple[str, str], ParityTrace | str] = spawn(run_pairs, workers, pairs, timeout=900)[0]
     return found
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(920)
 @pytest.mark.parametrize(
     ("workers", "strategy"), [(workers, strategy) for workers in (2, 4, 8) for strategy in cells(workers)]
 )
-def test_a_cell_equals_one_process(workers: int, strategy: str) -> None:
+def test_a_cell_equals_one_process(workers: int, strategy: str, everything: bool) -> None:
     plan = check_text(strategy, workers)
     replicas = workers // (degree_of(plan.tensor) * degree_of(plan.pipeline))
-    for model in models_of(workers, strategy):
-        toy, trace = MODELS[model], results(workers)[strategy, model]
+    for model in models_of(workers, strategy, everything):
+        toy, trace = MODELS[model], results(workers, everything)[strategy, model]
         allowed = "|".join(text for (name, how), text in REFUSED.items() if name == model and how in strategy)
         if isinstance(trace, str):
             assert allowed, f"{strategy} refuses {model}: {trace}"

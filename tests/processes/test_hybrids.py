@@ -180,25 +180,24 @@ def test_evaluation() -> None:
         assert found == pytest.approx(one, rel=1e-12), strategy
 
 
-def save_then_load(world: World, folder: str, before: str, after: str) -> list[float]:
-    """Three steps under one strategy, two more under another; the losses."""
+def go_on_under_others(world: World, folder: str, strategies: list[str]) -> list[list[float]]:
+    """Three steps under each strategy, from a checkpoint of the one before; the losses."""
     losses = []
-    for strategy, steps in ((before, 3), (after, 5)):
+    for number, strategy in enumerate(strategies, 1):
         order = toy_order(STACK, strategy, 1 if "pp2" in strategy else 2)
         _, parts = build(order, world, record="")
         checkpoints = Checkpoints(parts, strategy, CheckpointConfig(Path(folder), every=3))
         loop = Loop(parts, None, checkpoints, None, {"strategy": strategy}, False)
-        losses += [report.loss for report in loop.steps(steps, checkpoints.resume())]
+        losses.append([report.loss for report in loop.steps(3 * number, checkpoints.resume())])
     return losses
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), list(zip(HYBRIDS, [*HYBRIDS[1:], "ddp"], strict=True)), ids=lambda text: text
-)
-def test_a_checkpoint_of_one_strategy_goes_on_under_another(tmp_path: Path, before: str, after: str) -> None:
-    one = run_toy(World.alone(), STACK, "solo", 5, accumulate=4)
-    losses = spawn(save_then_load, 4, str(tmp_path), before, after)[0]
-    assert losses == pytest.approx(one.losses, rel=1e-8), (before, after)
+def test_a_checkpoint_of_one_strategy_goes_on_under_the_next(tmp_path: Path) -> None:
+    strategies = [*HYBRIDS, "ddp"]
+    wanted = run_toy(World.alone(), STACK, "solo", 3 * len(strategies), accumulate=4).losses
+    found = spawn(go_on_under_others, 4, str(tmp_path), strategies)[0]
+    for number, (strategy, losses) in enumerate(zip(strategies, found, strict=True)):
+        assert losses == pytest.approx(wanted[3 * number : 3 * number + 3], rel=1e-8), strategy
 
 
 def refusal(world: World, toy: str, strategy: str, changes: dict[str, Any]) -> str:
