@@ -10,17 +10,17 @@ import importlib.util
 import os
 import re
 import socket
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from commands import finish
+from warm import Command
 
 PAIR = Path(__file__).parents[2] / "docs" / "coming-from"
 PLAIN, WITH_SHOAL = PAIR / "plain.py", PAIR / "with_shoal.py"
-SHOAL = [sys.executable, "-m", "shoal"]
+SHOAL = ["-m", "shoal"]
 
 
 PEERS = {
@@ -35,23 +35,17 @@ WEIGHS_RIGHT = ("with_trainer.py",)
 """Who divides by the labels of all workers, not by each worker's own."""
 
 
-def start(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str]:
+def start(folder: Path, *command: str, **variables: str) -> Command:
+    """`python ...`, with nothing of a launcher in its environment."""
     clean = {k: v for k, v in os.environ.items() if not re.match(r"(SHOAL_|RANK$|WORLD_SIZE$|LOCAL_)", k)}
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(folder, clean | {"OMP_NUM_THREADS": "1"} | variables, command)
 
 
-def printed(process: subprocess.Popen[str]) -> list[float]:
+def printed(process: Command) -> list[float]:
     """The losses that a program prints, and how often it was right."""
-    out, err = process.communicate(timeout=170)
-    assert process.returncode == 0, f"{process.args} ended with {process.returncode}:\n{out}\n{err}"
-    return [float(text) for text in re.findall(r"^(?:step \d+: loss|right:) ([\d.]+)$", out, re.MULTILINE)]
+    done = finish(process)
+    assert done.code == 0, f"{process.args} ended with {done.code}:\n{done.out}\n{done.err}"
+    return [float(t) for t in re.findall(r"^(?:step \d+: loss|right:) ([\d.]+)$", done.out, re.MULTILINE)]
 
 
 def numbers(folder: Path, *command: str) -> list[float]:
@@ -72,9 +66,8 @@ def together(folder: Path, workers: int, program: Path) -> list[float]:
         "TORCHELASTIC_RUN_ID": "none",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = (sys.executable, str(program))
     ranks = [str(rank) for rank in range(workers)]
-    processes = [start(folder, *command, **job, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
+    processes = [start(folder, str(program), **job, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
     try:
         first, *_ = [printed(process) for process in processes]
         return first
@@ -111,13 +104,13 @@ def test_at_most_ten_lines_are_new() -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return numbers(tmp_path_factory.mktemp("plain"), sys.executable, str(PLAIN))
+    return numbers(tmp_path_factory.mktemp("plain"), str(PLAIN))
 
 
 def test_both_compute_the_same(plain: list[float], tmp_path: Path) -> None:
     assert len(plain) == 37
     assert plain[-1] > 0.7
-    assert numbers(tmp_path, sys.executable, str(WITH_SHOAL)) == pytest.approx(plain, abs=2e-5)
+    assert numbers(tmp_path, str(WITH_SHOAL)) == pytest.approx(plain, abs=2e-5)
     two = numbers(tmp_path, *SHOAL, "run", "--workers", "2", str(WITH_SHOAL))
     assert two == pytest.approx(plain, abs=2e-5)
 
@@ -125,7 +118,7 @@ def test_both_compute_the_same(plain: list[float], tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def plain_unlabelled(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("plain")
-    return numbers(folder, sys.executable, str(with_unlabelled(folder, PLAIN)))
+    return numbers(folder, str(with_unlabelled(folder, PLAIN)))
 
 
 def but_by_default(run: str) -> list[object]:

@@ -1,8 +1,8 @@
 """Every exchange × tensor × pipeline, on every toy and on two Hugging Face models: equal to one process, or refused.
 
 There are five ways to divide a model: among two workers by tp or by pp, in two replicas of each, and in two replicas of
-both. By default each exchange meets each model in one of them, and each model meets each of the five under one exchange:
-every pair of values. `--all` runs every triple.
+both. By default each exchange meets each model in one of them, and each model meets each of the five under one
+exchange: every pair of values. `--all` runs every triple.
 
 All cells of one size run one after the other in the same workers; only one test pays for starting them.
 """

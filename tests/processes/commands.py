@@ -118,9 +118,11 @@ def python(folder: Path, *args: str, start: Start = start) -> Done:
     return finish(start(folder, *args))
 
 
-def torchrun(folder: Path, *args: str, start: Start = start) -> Done:
-    """`torchrun --nproc-per-node 2 ...`, whose workers are fresh interpreters always."""
-    options = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+def torchrun(folder: Path, *args: str, start: Start = start, forked: bool = False) -> Done:
+    """`torchrun --nproc-per-node 2 ...`. Its workers are fresh interpreters, or forked from it: then torch reports
+    errors in another way, and only runs that succeed are the same."""
+    options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    options += ["--run-path", "--start-method", "fork"] if forked else []
     return finish(start(folder, "-m", "torch.distributed.run", *options, *args))
 
 

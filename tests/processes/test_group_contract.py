@@ -399,7 +399,9 @@ dist.destroy_process_group()
 """
 
 
-def test_workers_that_torchrun_starts_anew_do_not_read_what_the_first_wrote(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--max-restarts", "1", write(tmp_path, RESTART))
+def test_workers_that_torchrun_starts_anew_do_not_read_what_the_first_wrote(
+    tmp_path: Path, everything: bool
+) -> None:
+    done = torchrun(tmp_path, "--max-restarts", "1", write(tmp_path, RESTART), forked=not everything)
     assert done.code == 0, done.err
     assert done.out.count("sum 2.0") >= 2

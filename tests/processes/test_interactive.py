@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import SCRIPT, environment, finish, fresh, write
+from commands import SCRIPT, environment, finish, fresh, start, write
 
 SECONDS = 90.0
 ONE = """
@@ -172,7 +172,7 @@ def test_a_notebook(tmp_path: Path) -> None:
 def test_a_script(tmp_path: Path) -> None:
     """Without a guard: the workers do not run the script, only the function."""
     text = "print(len(shoal.launch(train, 2, 1e-2)[1]))\nshoal.launch(lambda: 1 / 0, workers=1)\n"
-    done = finish(fresh(tmp_path, write(tmp_path, ONE + text)))
+    done = finish(start(tmp_path, write(tmp_path, ONE + text)))
     assert done.out.splitlines() == ["2"]
     assert done.code == 1
     assert re.match(r"shoal: worker 0 of 1 \(host .*\) failed:\n", done.err)
@@ -198,6 +198,6 @@ def test_refusals(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "short.py").write_text(f"import shoal\nshoal.launch({call})\n")
-    done = finish(fresh(tmp_path, "short.py"))
+    done = finish(start(tmp_path, "short.py"))
     said = f"shoal: {f'rank {rank}: ' if rank else ''}{sentence}\n"
     assert (done.code, done.out, done.err) == (2, "", said)

@@ -38,7 +38,7 @@ def test_three_ways_to_start_one_script(tmp_path: Path, everything: bool) -> Non
                 start=start,
             ),
         ),
-        ("torchrun", lambda: torchrun(tmp_path, script, start=start)),
+        ("torchrun", lambda: torchrun(tmp_path, script, start=start, forked=not everything)),
     ):
         done = begin()
         assert done.code == 0, done.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from commands import DEADLINE, environment, finish, fresh, write
+from commands import DEADLINE, environment, finish, fresh, start, write
 
 TRAIN = """
 import signal, time
@@ -39,7 +39,7 @@ def test_nothing_is_left(tmp_path: Path, everything: bool) -> None:
         folder = tmp_path / f"{len(words)}-{what}"
         folder.mkdir()
         write(folder, TRAIN)
-        begun[folder] = fresh(folder, *words, what)
+        begun[folder] = (fresh if everything else start)(folder, *words, what)
     for folder, command in begun.items():
         if folder.name.endswith("stuck"):
             until(lambda folder=folder: (folder / "there").exists())  # type: ignore[misc]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE, Done, finish, fresh, losses, shoal, start, write
+from commands import DEADLINE, Done, finish, losses, shoal, start, write
 from warm import Command
 
 from shoal.checkpoint.folder import open_folder
@@ -89,7 +89,7 @@ def test_a_signal_that_one_rank_gets_ends_all(tmp_path: Path) -> None:
 def test_alone(tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = number == signal.SIGINT
     monkeypatch.setenv("LOADERS", "1" if loads else "0")
-    command = (fresh if loads else start)(tmp_path, write(tmp_path, LONG))
+    command = start(tmp_path, write(tmp_path, LONG))
     until_there(tmp_path, 1, command)
     command.send_signal(number)
     if loads:  # a terminal tells the processes that prepare batches too, which the last step may need

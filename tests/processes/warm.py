@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import multiprocessing
 import os
 import runpy
 import signal
@@ -126,6 +127,7 @@ class _Start:
         config = current_process()._config  # type: ignore[attr-defined]
         config.clear()
         config.update(authkey=AuthenticationString(os.urandom(32)), semprefix="/mp")  # as of a main process
+        multiprocessing.set_start_method(None, force=True)  # that of the platform, not ours
         code = _run(self.command)
         sys.stdout.flush()
         os._exit(code)
