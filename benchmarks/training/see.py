@@ -133,13 +133,13 @@ def write_spans(folder: Path, ranks: int, steps: int) -> None:
         SpanKind.UPDATE,
     ]
     parts = np.array([[0, 1e5], [1e5, 6e5], [7e5, 8e5], [1e5, 1.4e6], [1.5e6, 3e5], [1.8e6, 2e5]], np.int64)
-    report = StepReport(1, 0, 2.0, 64, 64.0, 2e-3, 1e-4, 1.4e-3, 3e-4, 2e-4, 0, 1, 0.1)
+    report, wall = StepReport(1, 0, 2.0, 64, 64.0, 2e-3, 1e-4, 1.4e-3, 3e-4, 2e-4, 0, 1, 0.1), time.time_ns()
     for rank in range(ranks):
         with EventLog.open(events_path(folder, rank), {"rank": rank, "workers": ranks}) as log:
             for step in range(1, steps + 1):
                 log.write(replace(report, number=step))
         table = np.zeros(1 + 6 * steps, DTYPE)
-        table[0] = (LAYOUT, SpanKind.ANCHOR, rank, 1, time.time_ns())
+        table[0] = (LAYOUT, SpanKind.ANCHOR, rank, 1, wall)
         table["step"][1:] = np.repeat(np.arange(1, steps + 1), 6)
         table["kind"][1:] = np.tile(np.array(kinds, np.uint16), steps)
         table["begin"][1:] = 1000 + np.repeat(np.arange(steps) * 2_000_000, 6) + np.tile(parts[:, 0], steps)

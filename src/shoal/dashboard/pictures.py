@@ -14,6 +14,8 @@ from shoal.report.events import Event
 EVERYTHING = 1 << 50
 MOST_POINTS = 4000
 MOST_TEXT = 500
+MOST_STEPS_OF_NOISE = 5
+"""A rank is slow if it is so for more than half of so many columns in a row."""
 PARTS = ("data", "compute", "exposed", "update")
 
 
@@ -93,7 +95,7 @@ def _slowest(ratio: Array, edges: Array, ranks: list[int]) -> dict[str, object] 
     """The rank that is slow for longest, by the medians of stretches: a few slow steps do not move those."""
     if len(ranks) < 2:
         return None
-    wide = -(-ratio.shape[1] // 30)
+    wide = max(MOST_STEPS_OF_NOISE, -(-ratio.shape[1] // 30))
     starts = range(0, ratio.shape[1], wide)
     stretches = np.stack([median_of(ratio[:, start : start + wide].T) for start in starts], axis=1)
     if not np.isfinite(stretches).any():
@@ -146,7 +148,8 @@ def memory(run: RunLog) -> dict[str, object]:
     newest: dict[str, object] = {}
     for event in kinds:
         newest |= {side: numbers(event.get(side)) for side in ("predicted", "measured") if side in event}
-    return {"rows": rows, **newest}
+    foreseen = number(run.header.get("predicted_memory"))
+    return {"rows": rows, "foreseen": foreseen if foreseen == foreseen else None, **newest}
 
 
 def numbers(value: object) -> dict[str, float]:
@@ -167,7 +170,9 @@ def servers(run: RunLog) -> dict[str, object]:
 
 
 def listed(value: object) -> list[float | None]:
-    """Numbers of a list of the log."""
+    """Numbers of a list of the log, or one number."""
+    if isinstance(value, int | float):
+        value = [value]
     return plain(np.array([number(each) for each in value[:256]])) if isinstance(value, list) else []
 
 

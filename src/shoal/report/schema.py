@@ -87,7 +87,7 @@ EVENTS: Mapping[str, Kind] = {
         {
             "staleness": "object",
             "busy": "list",
-            "queue": "list",
+            "queue": "int",
             "workers": "int",
             "bytes_sent": "int",
         },

@@ -43,10 +43,10 @@ function showHeader() {
     const conditions = run.states.map((state) => state.condition), worst = ["failed", "dead", "silent", "running", "ended"].find((c) => conditions.includes(c)) || (run.end ? "ended" : "silent");
     const steps = run.header.steps, step = steps ? `${run.last.toLocaleString("en")} / ${steps.toLocaleString("en")}` : run.last.toLocaleString("en");
     const lead = run.states[0], left = steps && lead && lead.seconds && worst === "running" ? `, ${age((steps - run.last) * lead.seconds)} left` : "";
-    const slowest = run.ranks.length > 1 ? `, ${run.ranks.length} ranks` : "";
+    const facts = [run.header.strategy, run.ranks.length > 1 && `${run.ranks.length} ranks`].filter(Boolean).join(", ");
     return el("div", { class: "run" }, view.runs.length > 1 ? el("i", { class: "swatch", style: { background: lineColour(i) } }) : null,
       el("b", {}, run.name), el("span", { class: `pill ${worst}` }, worst), el("span", {}, `step ${step}`),
-      el("span", { class: "soft" }, `${run.header.strategy || ""}${slowest}${left}${run.loaded ? "" : ", reading the log"}${run.bad ? `, ${run.bad} unreadable lines` : ""}`));
+      el("span", { class: "soft" }, `${facts}${left}${run.loaded ? "" : ", reading the log"}${run.bad ? `, ${run.bad} unreadable lines` : ""}`));
   });
   document.getElementById("runs").replaceChildren(...found);
   document.title = `${view.runs.map((run) => run.name).join(", ")} · shoal`;

@@ -2,6 +2,9 @@
 
 const PARTS = ["data", "compute", "exposed", "update", "other", "between"];
 
+// On the timeline "compute" is what lies around the passes; here it is all of it.
+function partColour(name) { return name === "compute" ? "var(--forward)" : `var(--${name})`; }
+
 class Panel {
   constructor(title, wide, ...extra) {
     const { box, readout } = card(title, wide, ...extra);
@@ -31,11 +34,11 @@ function showSplit(panel, found) {
   if (!found.rows.length) return panel.hide();
   const totals = found.rows.map((row) => row.parts.reduce((a, b) => a + (b || 0), 0)), longest = Math.max(...totals);
   const bars = found.rows.flatMap((row, i) => {
-    const parts = row.parts.map((size, p) => [`var(--${PARTS[p]})`, size, `${PARTS[p]} ${seconds(size)}`]);
+    const parts = row.parts.map((size, p) => [partColour(PARTS[p]), size, `${PARTS[p]} ${seconds(size)}`]);
     const text = row.parts.map((size, p) => `${PARTS[p]} ${seconds(size)}`).join(", ");
     return [el("span", {}, `rank ${row.rank}`), stacked(parts, longest, `rank ${row.rank}: ${text}`), el("span", { class: "soft" }, seconds(totals[i]))];
   });
-  panel.set(el("div", { class: "bars" }, bars), legend(PARTS.map((name) => [name === "between" ? "between steps: the script, checkpoints" : name, `var(--${name})`])));
+  panel.set(el("div", { class: "bars" }, bars), legend(PARTS.map((name) => [name === "between" ? "between steps: the script, checkpoints" : name, partColour(name)])));
   const exposed = found.rows.map((row, i) => (row.parts[2] || 0) / (totals[i] || 1));
   panel.readout.textContent = `waiting for others: ${(100 * Math.min(...exposed)).toFixed(0)} to ${(100 * Math.max(...exposed)).toFixed(0)} %`;
 }
@@ -44,14 +47,15 @@ function showMemory(panel, found, states) {
   const now = new Map(states.map((state) => [state.rank, state.memory])), peaks = found.rows.filter((row) => finite(row.peak));
   const kinds = [...new Set([...Object.keys(found.predicted || {}), ...Object.keys(found.measured || {})])];
   if (!peaks.length && !kinds.length) return panel.hide();
-  const longest = Math.max(1, ...peaks.map((row) => row.peak));
+  const longest = Math.max(1, found.foreseen || 0, ...peaks.map((row) => row.peak));
   const bars = peaks.flatMap((row) => {
     const used = Math.min(row.peak, now.get(row.rank) || row.peak);
     return [el("span", {}, `rank ${row.rank}`),
-      stacked([["var(--compute)", used, `now ${bytes(used)}`], ["var(--other)", row.peak - used, `peak ${bytes(row.peak)}`]], longest, `rank ${row.rank}: peak ${bytes(row.peak)}`),
+      stacked([["var(--forward)", used, `now ${bytes(used)}`], ["var(--other)", row.peak - used, `peak ${bytes(row.peak)}`]], longest, `rank ${row.rank}: peak ${bytes(row.peak)}`),
       el("span", { class: "soft" }, bytes(row.peak))];
   });
-  const content = [el("div", { class: "bars" }, bars), legend([["resident now", "var(--compute)"], ["peak", "var(--other)"]])];
+  if (found.foreseen) bars.push(el("span", {}, "predicted"), stacked([["var(--update)", found.foreseen, "predicted by shoal plan"]], longest, `predicted: ${bytes(found.foreseen)}`), el("span", { class: "soft" }, bytes(found.foreseen)));
+  const content = [el("div", { class: "bars" }, bars), legend([["resident now", "var(--forward)"], ["peak", "var(--other)"]])];
   if (kinds.length) {
     const cell = (side, kind) => el("td", { class: "n" }, side && finite(side[kind]) ? bytes(side[kind]) : "–");
     content.push(el("table", {}, el("tr", {}, el("th", {}, "kind, each worker"), el("th", { class: "n" }, "predicted"), el("th", { class: "n" }, "measured")),
@@ -70,7 +74,7 @@ function showServers(panel, chart, found) {
   chart.set([...Array(Math.min(6, count)).keys()].map((i) => ({ x, mean: found.rows.map((row) => row.busy[i]) })));
   const total = Object.values(found.staleness).reduce((a, b) => a + b, 0) || 1;
   const bars = Object.entries(found.staleness).flatMap(([ahead, n]) => [el("span", {}, `${ahead} steps ahead`),
-    stacked([["var(--compute)", n, `${n} parts`]], total, `${ahead} steps ahead: ${n} parts`), el("span", { class: "soft" }, `${((100 * n) / total).toFixed(0)} %`)]);
+    stacked([["var(--forward)", n, `${n} parts`]], total, `${ahead} steps ahead: ${n} parts`), el("span", { class: "soft" }, `${((100 * n) / total).toFixed(0)} %`)]);
   const last = found.rows[found.rows.length - 1];
   panel.set(el("div", { class: "bars" }, bars), queued ? el("p", {}, `queues: ${last.queue.map(short).join(", ")}`) : null);
 }
