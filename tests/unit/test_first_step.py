@@ -63,14 +63,35 @@ class Remembering(nn.Linear):
 def test_samples_that_meet_in_the_model_are_said(
     capsys: pytest.CaptureFixture[str], more: tuple[nn.Module, ...]
 ) -> None:
-    assert "other outputs for 2 samples than for the same among 4" in said(
+    assert "other outputs for 4 samples than for the same among 8" in said(
         capsys, model=lambda: Centred(*more)
     )
     assert said(capsys, model=lambda: Centred(*more), accumulate=1) == ""
 
 
+class Drawing(nn.Linear):
+    """Draws in `forward` itself, in evaluation mode too; `meeting`: and samples act on each other besides."""
+
+    meeting = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(F.dropout(x + torch.rand_like(x), 0.5))
+        return x - self.meeting * x.mean(0)
+
+
+def test_samples_that_meet_beside_draws_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Drawing(6, 3)
+    model.meeting = 1.0
+    assert "act on each other" in said(capsys, model=model)
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout()), lambda: Remembering(6, 3)]
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout()),
+        lambda: Remembering(6, 3),
+        lambda: Drawing(6, 3),
+    ],
 )
 def test_other_models_are_not(capsys: pytest.CaptureFixture[str], make: Callable[[], nn.Module]) -> None:
     assert "act on each other" not in said(capsys, model=make)

@@ -152,8 +152,10 @@ def test_of_what_splits_nothing_is_said(
     assert said(order_of(loss, precision=precision), capsys) == ""
 
 
-def test_one_sample_cannot_be_halved(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(order_of(simclr, accumulate=16), capsys) == ""
+def test_micro_batches_of_one_sample_are_looked_at_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, none of them shows anything: a mean over one sample is that sample's, whatever it is weighted by."""
+    assert "over 16 samples it is" in said(order_of(simclr, accumulate=16), capsys)
+    assert said(order_of(padded, accumulate=16), capsys) == ""
 
 
 def test_what_layers_draw_and_normalise_is_not_the_loss(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ same on every worker and begin anew with each iter().
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ from shoal.errors import ConfigError
 from shoal.partition.base import OWN
 
 _END = object()
+
+FEW = 16
+"""Samples of a first step that are kept for a look at what collate= makes of them, at most."""
 
 
 class StreamPlace(NamedTuple):
@@ -65,6 +69,8 @@ class StreamLoader:
         self._begin = self._at = StreamPlace(0, 0, 0)
         self.handed = 0
         """Samples of this worker in the portion that was handed out last."""
+        self.first: list[Any] | None = None if feed.collate is not None and feed.parts > 1 else []
+        """Copies of the first samples, which cannot be read again; None before they are there."""
         self._samples: Iterator[Any] | None = None
         self._next: Any = _END
         self._watch = Watch(NumpyGenerator(), PythonGenerator())
@@ -98,6 +104,8 @@ class StreamLoader:
         ids = np.arange(at.position, at.position + len(samples))
         seed = seeds.derive(feed.seed, "partition", at.epoch, at.position)
         parts = feed.partition.divide(ids, ids, self._sharing.at(step)[1], seed)
+        if self.first is None:
+            self.first = _copies(samples[:FEW])
         parts = parts[feed.first : feed.first + feed.accumulate]
         mine = [[samples[i] for i in (part - at.position).tolist()] for part in parts]
         counts = tuple(len(some) > 0 for some in mine)
@@ -213,6 +221,13 @@ class StreamLoader:
         seeds.continue_from(key)
         for generator in self._keyed:
             generator.seed(key)
+
+
+def _copies(samples: list[Any]) -> list[Any]:
+    try:
+        return copy.deepcopy(samples)
+    except Exception:  # what cannot be copied is not looked at
+        return []
 
 
 def _check(feed: Feed) -> None:

@@ -52,6 +52,20 @@ def _refuse(what: str, *_: object, **__: object) -> NoReturn:
     raise ConfigError(another_way(what))
 
 
+def trimmed_away(model: nn.Module) -> str | None:
+    """The name of a weight whose place `trim` has filled, in this run or in another; None where all are here."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and _is_filler(value):
+                return f"{name}.{key}" if name else key
+    return None
+
+
+def _is_filler(tensor: torch.Tensor) -> bool:
+    at_one_place = not any(tensor.stride()) and tensor.numel() > 0 and not tensor.is_meta
+    return at_one_place and bool(tensor.flatten()[0].isnan())
+
+
 @contextmanager
 def trimmed(model: nn.Module, stages: Sequence[Stage], mine: Collection[int]) -> Iterator[None]:
     """The model as `trim` leaves it, for a while."""

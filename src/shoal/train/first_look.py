@@ -3,13 +3,14 @@ that of one process is said by the first worker, or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from shoal.call import call_model
 from shoal.data.batch import Batch, convert, length, tensors_of
+from shoal.data.collate_check import look_at_collate
 from shoal.data.feed import Portion
 from shoal.errors import ConfigError
 from shoal.functions import Copy
@@ -24,8 +25,7 @@ from shoal.train.technique.split_check import (
     can_split,
     couples,
     does_not_split,
-    part,
-    same_rows,
+    meets,
     samples_meet_in,
     unseen,
 )
@@ -62,8 +62,8 @@ def _found(context: StepContext, looked: FirstLoss, first: FirstCall) -> Iterato
             f"{list(others[0].shape)}, and nothing trains them; make them part of the model, or freeze them with "
             "requires_grad_(False)."
         )
-    if _samples_meet(context, first):
-        yield samples_meet_in(length(first.batch))
+    if _samples_meet(context, looked, first):
+        yield samples_meet_in(length((looked.together() or first).batch))
 
 
 def look_at_units(context: StepContext, portion: Portion) -> None:
@@ -77,13 +77,22 @@ def look_at_units(context: StepContext, portion: Portion) -> None:
         can = can_split(batch)
     if not context.world.gather_numbers([float(can)]).all():
         return
-    halves = []
-    for stop in (length(batch), length(batch) // 2):
-        with unseen(), undisturbed(model):
-            model.eval()
-            halves.append(call_model(model, context.inputs(part(batch, length(batch), 0, stop))))
-    if not context.gather.used and not same_rows(halves[0], halves[1], length(batch)):
+    with unseen(), undisturbed(model) as put_back:
+        restored = _calmly(model, put_back)
+        restored()
+        meet = meets(lambda some: call_model(model, context.inputs(some)), batch, restored)
+    if meet and not context.gather.used:
         context.said.say(samples_meet_in(length(batch)))
+
+
+def look_at_samples(context: StepContext, step: int) -> None:
+    """Before the first step: does collate= mix the samples of a batch?"""
+    if context.world.rank > 0 or context.recorder is not None:
+        return
+    with unseen():
+        sentence = look_at_collate(context.loader, step)
+    if sentence:
+        context.said.say(sentence)
 
 
 def _check_rows(first: FirstCall, portion: Portion) -> None:
@@ -121,25 +130,34 @@ def _look_at_loss(context: StepContext, looked: FirstLoss, first: FirstCall) -> 
 
     with unseen(), undisturbed(model):
         model.eval()
-        context.finding = does_not_split(loss, first, _again(context))
+        context.finding = does_not_split(loss, looked.together() or first, _again(context))
 
 
-def _samples_meet(context: StepContext, first: FirstCall) -> bool:
+def _samples_meet(context: StepContext, looked: FirstLoss, first: FirstCall) -> bool:
     """Whether samples act on each other within the model, where more than one part of a batch is computed."""
     model, run = context.model, _again(context)
     feed = context.loader.feed
     if run is None or feed.size * feed.accumulate == 1:
         return False
+    call = looked.together() or first
     # Dropout draws and batch normalisation measures anew: then both runs are in evaluation mode.
-    calm = context.streams.drawn or has_batchnorm(model)
+    calm = context.streams.drawn or has_batchnorm(model) or call is not first
     with unseen(), undisturbed(model) as put_back:
-
-        def restored() -> None:
-            put_back()
-            if calm:
-                model.eval()
-
+        restored = _calmly(model, put_back) if calm else put_back
         restored()
-        whole = run(first.batch) if calm else first.output
-        restored()
-        return couples(run, first, whole, restored)
+        if not calm:
+            return couples(run, first, first.output, restored)
+        try:
+            return can_split(call.batch) and meets(run, call.batch, restored)
+        except Exception:  # a model that fails on half a batch has said nothing
+            return False
+
+
+def _calmly(model: nn.Module, put_back: Callable[[], None]) -> Callable[[], None]:
+    """What puts a model back, and then in evaluation mode."""
+
+    def restored() -> None:
+        put_back()
+        model.eval()
+
+    return restored

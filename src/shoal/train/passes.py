@@ -12,7 +12,7 @@ from shoal.data.batch import Batch, convert, length
 from shoal.data.feed import Portion
 from shoal.exchange.contract import Tally
 from shoal.report.spans import SpanKind
-from shoal.train.first_look import look_at_first, look_at_units
+from shoal.train.first_look import look_at_first, look_at_samples, look_at_units
 from shoal.train.model.gathered_penalty import add_gathered
 from shoal.train.step_context import StepContext
 from shoal.train.technique.loss import as_sum_and_count, check_gradient
@@ -31,6 +31,7 @@ def run_passes(context: StepContext, step: int, portion: Portion, weight: float)
         context.watch.before_first()
     if first is not None:
         look_at_units(context, portion)
+        look_at_samples(context, step)
         first.before()
     if context.buffers is not None:
         context.buffers.open_step()

@@ -5,6 +5,7 @@ This file and its neighbours `rows`, `gathers` and `scatters` are the only ones 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,10 @@ def cut_into_units(root: nn.Module, setup: Setup, options: UnitOptions) -> list[
     device = mesh.device_type
     # A block without parameters would be a unit without collectives, and only cost hooks.
     names = [name for name in setup.blocks if any(True for _ in model.get_submodule(name).parameters())]
+    # torch warns of any block that returns a view, lest it be changed in place, for then it is not gathered again for
+    # its backward pass. Gradients are reduced all the same: a backward pass that needs none of its values is right, and
+    # one that does finds an empty storage, which FirstPass tells in a sentence. So the user need not be told before.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     unable = _not_to_be_cut(root, [model.get_submodule(name) for name in names])
     policy = CPUOffloadPolicy(pin_memory=device != "cpu") if options.offload else OffloadPolicy()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.call import call_model
-from shoal.data.batch import Batch, Inputs, length
+from shoal.data.batch import Batch, Inputs
 from shoal.errors import ConfigError
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.spine import undisturbed
@@ -24,7 +24,7 @@ from shoal.pipeline.trim import trim
 from shoal.tensor import Cuts, TensorLayout, TensorOptions, apply_cuts, check_options, find_cuts
 from shoal.train.technique.loss import Loss, as_sum_and_count
 from shoal.train.technique.precision import Precision
-from shoal.train.technique.split_check import can_split, parameters_behind, part, same_rows, standing
+from shoal.train.technique.split_check import can_split, meets, parameters_behind, standing
 from shoal.world.mesh import Mesh
 
 OTHER_DRAWS = (
@@ -53,11 +53,14 @@ class Trial:
         return call_model(self.model, self.inputs(self.batch))
 
     @contextmanager
-    def calm(self) -> Iterator[None]:
-        """Passes in here leave no trace: no gradients, no statistics, no random numbers used up."""
+    def calm(self) -> Iterator[Callable[[], None]]:
+        """Passes in here leave no trace: no gradients, no statistics, no random numbers used up.
+
+        Gives what puts the model back for the next of them.
+        """
         try:
-            with undisturbed(self.model), torch.no_grad(), self.precision.context(self.device):
-                yield
+            with undisturbed(self.model) as put_back, torch.no_grad(), self.precision.context(self.device):
+                yield put_back
         except RuntimeError as error:
             if not is_differentiating(error):
                 raise
@@ -84,17 +87,19 @@ class Trial:
 
     def samples_meet(self) -> bool:
         """Whether outputs for half of the samples differ from those for the same among all, in evaluation mode."""
-        n, outputs = length(self.batch), []
         if not can_split(self.batch):
             return False
-        for stop in (n, n // 2):
-            with self.calm():
+        with self.calm() as put_back:
+
+            def restored() -> None:
+                put_back()
                 self.model.eval()
-                try:
-                    outputs.append(call_model(self.model, self.inputs(part(self.batch, n, 0, stop))))
-                except Exception:  # a model that fails on half a batch has said nothing
-                    return False
-        return not same_rows(outputs[0], outputs[1], n)
+
+            restored()
+            try:
+                return meets(lambda batch: call_model(self.model, self.inputs(batch)), self.batch, restored)
+            except Exception:  # a model that fails on half a batch has said nothing
+                return False
 
     def _check_own(self, returned: Any) -> None:
         """The last stage, which computes the loss, has no parameters but its own."""

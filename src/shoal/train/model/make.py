@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from shoal import seeds
 from shoal.deferred_init import CannotDefer, build_deferred
 from shoal.errors import ConfigError
+from shoal.pipeline.trim import trimmed_away
 from shoal.torch_private import buffers_of, parameters_of
 from shoal.world.world import World
 
@@ -51,6 +52,12 @@ def make_model(
 
 
 def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    gone = trimmed_away(model)
+    if gone is not None:
+        raise ConfigError(
+            f"another Run has divided the model into stages ('{gone}' is on another worker); make the model anew, or "
+            "give model= a function that makes it."
+        )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,7 @@ class FirstLoss:
         self.given = given
         self.plain = plain or given
         self.first: FirstCall | None = None
+        self._more: list[FirstCall] = []
         self.learned: list[nn.Parameter] = []
         """Parameters that its gradient reaches, of whatever module."""
 
@@ -78,7 +79,64 @@ class FirstLoss:
         if self.first is None and torch.is_grad_enabled():
             self.first = FirstCall(output, batch, isinstance(returned, torch.Tensor))
             self.learned = list(parameters_behind(returned))
+        elif self.first is not None and torch.is_grad_enabled() and _rows(self.first, *self._more) < _ENOUGH:
+            self._more.append(FirstCall(_kept(output), batch, self.first.scalar))
         return returned
+
+    def together(self) -> FirstCall | None:
+        """The first calls as one of more samples, for micro-batches of one or two show little; else the first."""
+        calls = [self.first, *self._more]
+        if (
+            not self._more
+            or self.first is None
+            or not all(call is not None and _splits(call) for call in calls)
+        ):
+            return self.first
+        try:
+            output, batch = (_joined([getattr(call, what) for call in calls]) for what in ("output", "batch"))
+        except CannotSplit:
+            return self.first
+        return FirstCall(output, batch, self.first.scalar)
+
+
+_ENOUGH = 16
+"""Samples that are looked at together, if the first micro-batch has fewer."""
+
+
+def _rows(*calls: FirstCall) -> int:
+    return sum(length(call.batch) for call in calls)
+
+
+def _kept(output: object) -> Any:
+    """An output without what its gradient would need."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+
+
+def _splits(call: FirstCall) -> bool:
+    n = length(call.batch)
+    try:
+        part(call.output, n, 0, 1)
+        part(call.batch, n, 0, 1)
+    except CannotSplit:
+        return False
+    return True
+
+
+def _joined(trees: Sequence[Any]) -> Any:
+    """The rows of several trees of one kind, one after the other."""
+    leaves = [tree_leaves(tree) for tree in trees]
+    if len({len(some) for some in leaves}) > 1:
+        raise CannotSplit
+    rows = []
+    for same in zip(*leaves, strict=True):
+        tensors = [leaf for leaf in same if isinstance(leaf, torch.Tensor)]
+        if not tensors and any(leaf != same[0] for leaf in same):
+            raise CannotSplit
+        if tensors and (len(tensors) < len(same) or len({t.shape[1:] for t in tensors}) > 1):
+            raise CannotSplit
+        rows.append(torch.cat(tensors) if tensors else same[0])
+    following = iter(rows)
+    return tree_map(lambda _: next(following), trees[0])
 
 
 def _is_of_torch(loss: Loss) -> bool:
@@ -127,6 +185,30 @@ def couples(model: Callable[[Batch], Any], call: FirstCall, whole: Any, put_back
         return differ(again)
     except Exception:  # a model that fails on half a batch has said nothing
         return False
+
+
+def meets(model: Callable[[Batch], Any], batch: Batch, put_back: Callable[[], None]) -> bool:
+    """Whether the output for half of the samples depends on the others. The model runs twice, in evaluation mode.
+
+    One that draws all the same would draw otherwise for fewer samples: then it runs on as many, half of them others,
+    from the same state of the generators.
+    """
+    n = length(batch)
+    before = _generators()
+    whole = model(batch)
+    put_back()
+    if all(torch.equal(a, b) for a, b in zip(before, _generators(), strict=True)):
+        return not same_rows(whole, model(part(batch, n, 0, n // 2)), n)
+    for place, state in zip((torch, torch.cuda), before, strict=False):
+        place.set_rng_state(state)
+    some = part(batch, n, 0, n // 2)
+    mixed = model(_joined([some, some, part(batch, n, 0, n % 2)] if n % 2 else [some, some]))
+    return not same_rows(whole, part(mixed, n, 0, n // 2), n)
+
+
+def _generators() -> list[torch.Tensor]:
+    cards = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *cards]
 
 
 def samples_meet_in(n: int) -> str:
