@@ -63,6 +63,7 @@ ONE = {
     "ddp * pp2(microbatches=2)": ("auto", "if rank == 0: run.evaluate(data)", "calls run.evaluate"),
     "shared": ("auto", "if rank == 0: run.save('mine')", "calls run.save('mine')"),
     "zero1": ("gloo", "if rank == 0: run.state_dict()", "calls run.state_dict"),
+    "zero2": ("auto", "if rank == 0: run.gather(torch.ones(2))", "calls run.gather"),
     "local(4)": ("auto", "if rank == 0: run.evaluate(data)", "calls run.evaluate"),
 }
 """By strategy: the backend, and what rank 0 does alone after step 3."""

@@ -334,7 +334,10 @@ class Run(RunConfig):
         Every worker's loss calls it equally often. The gradient is that of one process, if each loss is that of the
         whole batch, or counts each worker's own rows only. Alone it gives the tensor back.
         """
-        return self._context.gather(tensor)
+        gather, calls = self._context.gather, self._calls
+        alone = self._context.learning.computing or calls.inside or gather.refusal
+        with nullcontext() if alone else calls.together("run.gather"):
+            return gather(tensor)
 
     def save(self, name: str) -> None:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""

@@ -32,6 +32,8 @@ class Calls:
         self._begun = [0] if watch is None else watch.begun
         self._interval = interval
         self._run = 0
+        self.inside = 0
+        """How many calls that every rank makes are under way: what one of them calls belongs to it."""
         self.ended = False
         """Whether the loop has come to its end, where all workers are at one step again."""
         if watch is not None:
@@ -97,10 +99,12 @@ class Together:
         except Exception as error:
             self._calls.explain(error)
             raise
+        self._calls.inside += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._calls.inside -= 1
         if error is None:
             self._calls.page.enter(self._before)
         else:
