@@ -40,7 +40,7 @@ class Found:
     """What a search came to."""
 
     plans: Sequence[Prediction]
-    """That fit, the fastest first."""
+    """That fit, the fastest first; those whose exchange was not measured here come after all others."""
     too_large: Sequence[Prediction]
     """That would not fit, the smallest first."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def search(predictor: Predictor, wanted: Wanted) -> Found:
     fitting = [one for one in found if one.most <= limit]
     others = [one for one in found if one.most > limit]
     return Found(
-        sorted(fitting, key=lambda one: one.seconds.middle),
+        sorted(fitting, key=lambda one: (not one.measured, one.seconds.middle)),
         sorted(others, key=lambda one: one.total),
         refused,
     )

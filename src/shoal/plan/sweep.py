@@ -46,7 +46,10 @@ def sweep(predictor: Predictor, workers: Sequence[int], wanted: Wanted) -> list[
     for count in sorted(set(workers)):
         if count > predictor.setting.global_batch:
             continue
-        hosts = max(1, round(count * predictor.setting.hosts / predictor.setting.workers))
+        each = predictor.setting.workers // predictor.setting.hosts
+        hosts = (
+            -(-count // each) if predictor.setting.hosts > 1 else 1
+        )  # one host has no more cores for more workers
         there = Predictor(
             predictor.work,
             predictor.machine,

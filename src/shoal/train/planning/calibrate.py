@@ -6,11 +6,13 @@ trained by every worker alone, so that work of others on the machine meets both 
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from shoal import exchange
 from shoal.config import degree_of, parse_strategy
-from shoal.cost import Cost
+from shoal.cost import Cost, ModelProfile
 from shoal.errors import ShoalError
 from shoal.plan.check import check_text
 from shoal.plan.cost import plan_cost
@@ -34,13 +36,13 @@ from shoal.train.step_context import StepContext
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
-WORK, WALL = 12.0, 60.0
+WORK, WALL = 14.0, 90.0
 """Seconds of a worker's own work, and by the clock, after which no other exchange is begun; the least used come last.
 Alone on the machine that is some 15 s by the clock."""
-SIZES = ((12, 64), (12, 512), (96, 96))
-"""Models: tensors, and width of each."""
+SIZES = ((12, 64), (12, 448), (96, 96))
+"""Models: tensors, and width of each. The last shows what a tensor costs."""
 TURNS = 3
-STEPS = 3
+STEPS = 2
 
 
 class Tower(nn.Module):
@@ -68,6 +70,8 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def calibrate(world: World, servers: bool) -> Machine:
     """Tables of this machine, with the workers of `world` at work. Collective. `servers`: whether `ps` can be run."""
+    gc.collect()
+    gc.freeze()  # what is here stays, and to look at it again after every model would take a third of the time
     end, work = time.monotonic() + WALL, time.process_time() + WORK
     cores = len(os.sched_getaffinity(0))
     flops = _flops(world)
@@ -89,7 +93,13 @@ def calibrate(world: World, servers: bool) -> Machine:
         code["tp"] = _grows(world, f"ddp * tp{world.size}")
         code["pp"] = _grows(world, f"ddp * pp{world.size}(gpipe, microbatches=2)")
     microbatch = _microbatch(world) if world.size > 1 else 0.0
+    gc.unfreeze()
     return Machine(world.size, cores, added, sums, flops, code, microbatch)
+
+
+@lru_cache(maxsize=8)
+def _profile(layers: int, width: int) -> ModelProfile:
+    return profile_model(Tower(layers, width), adamw)
 
 
 def _families(servers: bool) -> list[str]:
@@ -101,7 +111,9 @@ def _families(servers: bool) -> list[str]:
 
 def _sizes_of(family: str) -> int:
     plan = parse_strategy(family)
-    return 2 if plan.compressor is not None or exchange.TABLE[plan.exchange.name].uses_servers else len(SIZES)
+    kind = exchange.TABLE[plan.exchange.name]
+    # Where parameters are cut, each of these layers would be a unit that is gathered alone, which no model is made of.
+    return 2 if plan.compressor is not None or kind.uses_servers or kind.cuts_parameters else len(SIZES)
 
 
 @dataclass
@@ -138,7 +150,7 @@ def _added(world: World, family: str, size: tuple[int, int]) -> Added | None:
             world.barrier()
             if turn:
                 seen.append((time.perf_counter() - start) / STEPS)
-    profile = profile_model(alone.context.model, adamw)
+    profile = _profile(layers, width)
     cost: Cost = plan_cost(check_text(family, world.size), profile, Mesh.imagine(World.alone(), world.size))
     gaps = [b - a for a, b in zip(*times, strict=True)]
     found = world.gather_values([min(gaps), statistics.median(gaps), max(gaps)])[0]
@@ -177,11 +189,11 @@ def _grows(world: World, family: str) -> int:
             side = _side(side_world, strategy, layers, width, samples=2)
         except ShoalError:
             return 0
-        for _ in range(3):
+        for _ in range(2):
             side.step()
         plan = check_text(strategy, side_world.size)
         cells = degree_of(plan.tensor) * degree_of(plan.pipeline)
-        whole = profile_model(Tower(layers, width), adamw)
+        whole = _profile(layers, width)
         mesh = Mesh.imagine(World.alone(), side_world.size // cells)
         held = plan_cost(replace(plan, tensor=None, pipeline=None), whole, mesh).total // cells
         grown.append(resident("VmRSS") - before - held)

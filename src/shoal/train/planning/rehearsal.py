@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.errors import ConfigError
 from shoal.plan.interval import Interval
 from shoal.plan.work import Pass
 from shoal.train.build import build, make_feed, open_data
@@ -74,7 +75,12 @@ class Rehearsal:
         self._take = run_step if config.step is None else run_own_step
         self.plan: Plan
         self.context: StepContext
-        self.plan, self.context = make(alone, World.alone(), "")
+        try:
+            self.plan, self.context = make(alone, World.alone(), "")
+        except ConfigError:  # such as rows of a SparseEmbedding, which one process keeps itself
+            alone = replace(alone, strategy="solo")
+            self.plan, self.context = make(alone, World.alone(), "")
+            self._config = alone
         self._done = 0
 
     def run(self, samples: int, seconds: float, world: World | None = None) -> Iterator[StepReport]:
