@@ -1,8 +1,12 @@
 """World's collectives where its group is gloo: between hosts, or because somebody asked for it.
 
-Every collective begins with a message from each rank to each other: the word of its call, as in shared memory
-(`shm/calls.py`), and behind it the data too if they are small (`room_for`). All words are compared before a number
-is used, so ranks whose calls differ are told so, all of them, and what they called. For larger data
+A collective of few bytes is one exchange: each rank gives each other the word of its call, as in shared memory
+(`shm/calls.py`), and its data behind it (`room_for`). Whatever ranks call, that exchange is the same collective of
+gloo's and as long, so it ends on all of them. All words are compared before a number is used: ranks whose calls differ
+are told so, all of them, and what they called.
+
+Larger ones would pay for an exchange more. They are compared the 1st, 2nd, 4th, 8th … time that this rank makes that
+call, which finds what was written wrong at its first use and costs nothing in the long run. Then
 
 - an all-to-all, an all-gather and a reduce-scatter are sent at once, beside the words. Gloo matches messages by a
   number, which is drawn from the word here: those of other calls never meet.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,19 +27,13 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from shoal.torch_private import PrefixStore, Store, c10d
 from shoal.world.gloo import from_rank, gloo_group
+from shoal.world.network.opening import Opening, Openings, room_for
 from shoal.world.network.stage_threads import StagedTask, Stages
-from shoal.world.shm.calls import SEQUENCE, kind_of, mismatch, reduction_of, word_of
+from shoal.world.shm.calls import kind_of, reduction_of, word_of
 from shoal.world.shm.flatten import as_bytes, numbers_and_back
 
-_ROOM = 64 << 10
-"""Bytes of small data that a rank sends in all: whole, to every other, they are there sooner than round a ring."""
-_HEAD = 16
-"""Bytes of a word and what follows it, so that numbers of every type lie at a multiple of their size."""
-_WORDS = 0x53484F41
-"""The tag of first messages. Those of a pair arrive in the order in which they were sent."""
 _TAGS = 1_073_741_789
 """The largest prime below 2³⁰: tags of data are what remains of their word."""
-_SEQUENCES = 4
 _TIMEOUT = timedelta(minutes=10)
 
 _SUM = reduction_of(ReduceOp.SUM)
@@ -46,13 +45,10 @@ BROADCAST = kind_of("broadcast")
 _DISAGREED = kind_of("what its own host did not agree on")
 
 
-def room_for(size: int) -> int:
-    """Bytes of data to a rank that go behind the word, among so many ranks.
+class Handle(Protocol):
+    """A collective under way."""
 
-    >>> room_for(2), room_for(9)
-    (65536, 8192)
-    """
-    return _ROOM // (size - 1) // _HEAD * _HEAD
+    def wait(self) -> object: ...
 
 
 class Network:
@@ -68,12 +64,12 @@ class Network:
         self.room = room_for(size)
         self._store = store
         self._label = label
-        self._calls = 0
+        self._openings = Openings(group, rank, size)
         self._last: Opening | None = None
         self._own: ProcessGroup | None = None
         self._stages: Stages | None = None
 
-    def all_reduce(self, tensor: Tensor) -> Compared | Queued:
+    def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum over all ranks, in place: small ones in rank order, else in gloo's."""
         call = word_of(ALL_REDUCE, [tensor])
         if tensor.nbytes > self.room:
@@ -82,7 +78,7 @@ class Network:
         opening = self._open(call, [as_bytes(flat)] * self._size)
         return Compared(opening, [lambda: _add(opening.received(flat.clone()), flat), *after])
 
-    def broadcast(self, tensor: Tensor, source: int) -> Compared | Queued:
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """`tensor` of every rank becomes that of rank `source`."""
         call = word_of(BROADCAST, [tensor], root=source)
         if tensor.nbytes > self.room:
@@ -97,26 +93,31 @@ class Network:
         """`out` becomes the sum, in rank order, of slice r of all ranks' `whole`, of which it may be a part itself.
 
         Gloo's own sends twice the bytes, and its order of summing depends on where an element lies.
+        With `call`, that is what is compared, and it always is.
         """
         gives = self._cut(whole)
+        always = call is not None
         call = word_of(REDUCE_SCATTER, [out]) if call is None else call
         if out.nbytes <= self.room:
             opening = self._open(call, [as_bytes(give) for give in gives])
             return Compared(opening, [lambda: _add(opening.received(gives[self._rank].clone()), out)])
-        opening = self._open(call)
         parts = torch.empty_like(whole).chunk(self._size)
-        works = self._trade(opening.tag, parts, gives)
+        compared, works = self._beside(call, parts, gives, always)
 
         def add() -> None:
             parts[self._rank].copy_(gives[self._rank])  # where it lies may be where the sum is to be
             _add(parts, out)
 
-        return Compared(opening, [add], works)
+        return Compared(compared, [add], works)
 
     def all_gather(self, places: Sequence[Tensor], part: Tensor, call: int | None = None) -> Compared:
-        """The parts of all ranks, each straight into its place: gloo's own copies everything twice."""
+        """The parts of all ranks, each straight into its place: gloo's own copies everything twice.
+
+        With `call`, that is what is compared, and it always is.
+        """
+        always = call is not None
         call = word_of(ALL_GATHER, [part]) if call is None else call
-        return self._move(call, places, [part] * self._size)
+        return self._move(call, places, [part] * self._size, always)
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> Compared:
         """Slice r of `whole` goes to rank r."""
@@ -124,7 +125,9 @@ class Network:
 
     def compare(self, call: int) -> None:
         """All have come to this call; the caller blocks."""
-        self._open(call).wait()
+        opening = self._open(call)
+        opening.wait()
+        opening.close()
 
     def broadcast_now(self, data: Tensor, source: int) -> None:
         """A broadcast that has been compared, in a group that is nobody else's; the caller blocks."""
@@ -140,11 +143,19 @@ class Network:
             self._stages.close()
 
     def _open(self, call: int, parts: Sequence[Tensor] = ()) -> Opening:
-        self._calls += 1
-        word = call | (self._calls % _SEQUENCES) << SEQUENCE
-        return Opening(self._group, self._rank, self._size, word, parts)
+        return self._openings.open(self._openings.number(call), parts)
 
-    def _move(self, call: int, places: Sequence[Tensor], gives: Sequence[Tensor]) -> Compared:
+    def _beside(
+        self, call: int, gets: Sequence[Tensor], gives: Sequence[Tensor], always: bool
+    ) -> tuple[Opening | None, list[Work]]:
+        """Data under a tag of their call's own, and the words beside them if it is time to compare them."""
+        word = self._openings.number(call)
+        opening = self._openings.open(word) if always or self._openings.due(call) else None
+        return opening, trade(self._group, self._rank, gets, gives, word % _TAGS)
+
+    def _move(
+        self, call: int, places: Sequence[Tensor], gives: Sequence[Tensor], always: bool = False
+    ) -> Compared:
         """Every rank gives one part to each other; all are of one size."""
         mine = self._rank
 
@@ -162,18 +173,18 @@ class Network:
                         target.copy_(part.view_as(target))
 
             return Compared(opening, [place])
-        opening = self._open(call)
-        return Compared(opening, [keep], self._trade(opening.tag, places, gives))
+        compared, works = self._beside(call, places, gives, always)
+        return Compared(compared, [keep], works)
 
     def _cut(self, whole: Tensor) -> Sequence[Tensor]:
         # chunk of an empty tensor gives one part, whatever the number asked for.
         return whole.chunk(self._size) if whole.numel() else [whole] * self._size
 
-    def _trade(self, tag: int, gets: Sequence[Tensor], gives: Sequence[Tensor]) -> list[Work]:
-        return trade(self._group, self._rank, gets, gives, tag)
-
-    def _queue(self, call: int, issue: Callable[[ProcessGroup], Work]) -> Queued:
-        """Have the thread issue a collective of gloo's own when all ranks are known to call it."""
+    def _queue(self, call: int, issue: Callable[[ProcessGroup], Work]) -> Handle:
+        """A collective of gloo's own: at once, or by the thread when all ranks are known to call it."""
+        if not self._openings.due(call):
+            self._openings.number(call)
+            return issue(self._group)
         if self._stages is None:
             self._stages = Stages(1, f"shoal-network-{self._rank}")
         opening = self._open(call)
@@ -181,6 +192,7 @@ class Network:
 
         def step() -> None:
             opening.wait()
+            opening.close()
             issued.append(issue(self._large()))
 
         return Queued(self._stages.hand_in([step]), issued)
@@ -195,67 +207,27 @@ class Network:
         return self._own
 
 
-class Opening:
-    """The first messages of a collective: the word of every rank, and small data."""
-
-    def __init__(self, group: ProcessGroup, rank: int, size: int, word: int, parts: Sequence[Tensor]) -> None:
-        """`parts[r]`, as bytes, goes to rank r behind the word; without any, the word goes alone."""
-        self._rank = rank
-        self._word = word
-        head = torch.tensor([_signed(word), 0], dtype=torch.int64, device="cpu").view(torch.uint8)
-        if not parts:
-            gives = [head] * size
-        elif parts[0] is parts[-1]:
-            gives = [torch.cat([head, parts[0]])] * size
-        else:
-            gives = [torch.cat([head, part]) for part in parts]
-        # As long as the longest there are, though these may be shorter: what others send may be of another call.
-        self._room = torch.empty(size, _HEAD + room_for(size), dtype=torch.uint8, device="cpu")
-        self._works = trade(group, rank, self._room.unbind(), gives, _WORDS)
-
-    @property
-    def tag(self) -> int:
-        """For the data of this call, and no other."""
-        return self._word % _TAGS
-
-    def wait(self) -> None:
-        """All have come, to the same call; or raises `CollectiveMismatch`."""
-        for work in self._works:
-            work.wait()
-        self._works = []
-        mine = _signed(self._word)
-        words = self._room.view(torch.int64)[:, 0].tolist()
-        words[self._rank] = mine
-        if words.count(mine) != len(words):
-            # Ranks that agree may have filled their places with each other's parts already.
-            raise mismatch([word % (1 << 64) for word in words], "No tensor holds anything of another call")
-
-    def received(self, mine: Tensor) -> list[Tensor]:
-        """What came from each rank, flat, like `mine`, which stands in this rank's place."""
-        found = list(self._room[:, _HEAD : _HEAD + mine.nbytes].view(mine.dtype).unbind())
-        found[self._rank] = mine.view(-1)
-        return found
-
-
 class Compared:
     """A collective under way: compared, received, put in place."""
 
     def __init__(
-        self, opening: Opening, after: Sequence[Callable[[], object]], works: Sequence[Work] = ()
+        self, opening: Opening | None, after: Sequence[Callable[[], object]], works: Sequence[Work] = ()
     ) -> None:
-        self._opening: Opening | None = opening
+        """Without an opening it is not compared this time."""
+        self._opening = opening
         self._after = after
         self._works = works
 
     def wait(self) -> None:
         """Return when the results are there; raise what went wrong otherwise."""
-        if self._opening is None:
-            return
-        self._opening.wait()
+        if self._opening is not None:
+            self._opening.wait()
         for work in self._works:
             work.wait()
         for step in self._after:
             step()
+        if self._opening is not None:
+            self._opening.close()
         self._opening = None
         self._after = self._works = ()  # they hold tensors
 
@@ -294,7 +266,3 @@ def _add(parts: Sequence[Tensor], out: Tensor) -> None:
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
