@@ -233,8 +233,8 @@ def test_over_gloo_the_check_is_cheap_and_large_calls_are_right_with_and_without
     for sentence, ratio in said:
         assert "rank 0 called all_reduce (SUM) of 120000 float32" in sentence
         assert "rank 1 called broadcast from rank 0 of 120000 float32" in sentence
-        # Messages of our own, which gloo's thread spins for, took 5 to 10 times the processor time of gloo's call.
-        assert ratio < 3
+        # Messages of our own, which gloo's thread spins for, took 3 to 9 times the processor time of gloo's call.
+        assert ratio < 2
 
 
 def _on_two_levels(world: World, culprit: int, call: int) -> str:
