@@ -30,6 +30,7 @@ from shoal.world.launch import from_environment
 from shoal.world.progress_page import ProgressPage
 
 if TYPE_CHECKING:
+    from shoal.cluster.recovery.liaison import Liaison
     from shoal.cluster.server_broker import ServerBroker
 
 
@@ -90,6 +91,9 @@ class Attempt:
     environment: Mapping[str, str] = field(default_factory=dict)
     """What workers are told of this start."""
 
+    liaison: Liaison | None = None
+    """With the launchers of other hosts."""
+
     def run(self, goes_on: Callable[[WorkerFailed, int], bool], yields_in: float | None = None) -> bool:
         """Until all have ended well; raises the first cause where one has not.
 
@@ -107,6 +111,8 @@ class Attempt:
         if broker is not None:
             crew.ended = broker.worker_ended
             crew.independent = lambda: broker.replaces
+        if self.liaison is not None:
+            crew.hear_others(self.liaison.descriptor, self.liaison.hear, self.liaison.look)
         try:
             with self.interrupts.held():
                 for index in range(job.workers):
@@ -117,10 +123,12 @@ class Attempt:
                 crew.watch()
             return crew.yielded
         except WorkerFailed as failed:
+            crew.forget_others()
             if goes_on(failed, crew.reached):
                 crew.kill()
             raise
         finally:
+            crew.forget_others()
             crew.end()
             if broker is not None:
                 broker.close()
@@ -146,15 +154,20 @@ def check(job: Job) -> None:
         raise ConfigError(
             f"--host {job.host} does not exist: with --hosts {job.hosts} it is 0 to {job.hosts - 1}."
         )
+    if job.hosts > 1 and job.least not in (0, job.workers):
+        raise ConfigError(
+            f"--workers {job.least}:{job.workers} is for one host; with --hosts {job.hosts} give one number."
+        )
     if job.hosts > 1 and not job.at:
         raise ConfigError("--hosts needs --at ADDRESS:PORT, an address of host 0 that all hosts can reach.")
     if job.at:
-        address, port = _address(job.at)
+        address, port = address_of(job.at)
         if job.host == 0:
             _check_port(address, port)
 
 
-def _address(at: str) -> tuple[str, int]:
+def address_of(at: str) -> tuple[str, int]:
+    """The two parts of `--at`."""
     address, _, port = at.rpartition(":")
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--at {at} is not ADDRESS:PORT; write it like --at 10.0.0.1:29500.")
@@ -299,7 +312,7 @@ def worker_environment(job: Job, index: int, file: str, threads: str) -> dict[st
         "OMP_NUM_THREADS": threads,
     }
     if job.at:
-        address, port = _address(job.at)
+        address, port = address_of(job.at)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if job.hosts > 1:
         environment["SHOAL_HOST"] = from_environment().host or f"host-{job.host}"

@@ -30,6 +30,7 @@ _LASTING = (
     IsADirectoryError,
 )
 """Errors of the system that come again as long as nobody changes something."""
+LOST_PEER = "a lost peer"
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_BYTES = 2**20
 """Of a report: a traceback is shorter."""
@@ -193,7 +194,7 @@ def _no_cause(lost: Ending, early: Sequence[Ending], endings: Sequence[Ending], 
         "No worker of this host is the cause: see what the launchers of the other hosts say, and whether the "
     )
     said += "network between them is up."
-    return WorkerFailed(said + _remedy(lost, endings), code, loss=loss_of(lost, said, "a lost peer"))
+    return WorkerFailed(said + _remedy(lost, endings), code, loss=loss_of(lost, said, LOST_PEER))
 
 
 def loss_of(ending: Ending, sentence: str, cause: str) -> Loss:

@@ -116,6 +116,8 @@ class Crew:
         """Called when a worker was killed by a signal; True if another has been started in its place."""
         self.independent: Callable[[], bool] = lambda: False
         """Whether the workers do not need each other: they meet at servers only."""
+        self._look_at_others: Callable[[], None] = lambda: None
+        self._others = -1
         self._folder = folder
         self._size = size
         self._host = host
@@ -143,6 +145,19 @@ class Crew:
     def forget(self, descriptor: int) -> None:
         """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
+
+    def hear_others(self, descriptor: int, hear: Callable[[], None], look: Callable[[], None]) -> None:
+        """Call `hear` when it is readable, and `look` once a second; both may raise `WorkerFailed`."""
+        self._others = descriptor
+        self._look_at_others = look
+        self.attend(descriptor, hear)
+
+    def forget_others(self) -> None:
+        """The workers end: nothing that happens elsewhere matters to them any more."""
+        if self._others >= 0:
+            self.forget(self._others)
+            self._others = -1
+            self._look_at_others = lambda: None
 
     def keep_from_workers(self, descriptor: int) -> None:
         """A descriptor that only the launcher may hold."""
@@ -239,6 +254,7 @@ class Crew:
 
     def _look(self) -> None:
         """Whether the workers move; end those that do not, where the job is done without them."""
+        self._look_at_others()
         if self._stalls is None or not self._pids:
             return
         independent = self.independent()

@@ -14,6 +14,7 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_LAUNCHER     a path                                               where the launcher listens to its workers
     SHOAL_FINISHING    a path                                               what to create if a signal is obeyed later
     SHOAL_PROGRESS     a path                                               the page in which to write how far it is
+    SHOAL_KEPT         1                                                    a launcher holds the store; nobody else does
     SHOAL_MEMORY       a path                                               where snapshots in memory are kept
     SHOAL_AGAIN        {"times": 1, "failed": 12.5, "said": "…"}            why the workers were started anew
     SHOAL_DRY_RUN      tensor 2, pipeline 4, check, plan {...}               what to find out instead of training
@@ -47,6 +48,8 @@ class Again:
     rank: int = -1
     step: int = 0
     """The step that was under way when it was lost."""
+    grown: bool = False
+    """Whether nothing was lost, and there are more workers now."""
 
     @staticmethod
     def of(text: str) -> Again:
@@ -57,7 +60,7 @@ class Again:
             numbers = (int(again.times), float(again.failed), int(again.rank), int(again.step))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(f"SHOAL_AGAIN={text[:80]!r} is not what `shoal run` says; unset it.") from error
-        return Again(numbers[0], numbers[1], str(again.said), numbers[2], numbers[3])
+        return Again(numbers[0], numbers[1], str(again.said), numbers[2], numbers[3], bool(again.grown))
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Launch:
     """The page by which our launcher sees how far this worker is (see progress_page.py); empty: nobody looks."""
     attempt: int = 0
     """How often torchrun has started the workers of this job anew."""
+    kept: bool = False
+    """Whether a launcher holds the store where workers of several hosts meet, so that it outlives them."""
     memory: str = ""
     """The folder in the memory of this host for snapshots that outlive the workers; empty: take none."""
     again: Again = field(default_factory=Again)
@@ -130,6 +135,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         finishing=env.get("SHOAL_FINISHING", ""),
         progress=env.get("SHOAL_PROGRESS", ""),
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        kept=bool(env.get("SHOAL_KEPT", "")),
         memory=env.get("SHOAL_MEMORY", ""),
         again=Again.of(env.get("SHOAL_AGAIN", "")),
         dry_run=env.get("SHOAL_DRY_RUN", ""),

@@ -41,6 +41,8 @@ def in_attempt(launch: Launch, store: Store) -> Store:
 
 
 def _tcp_store(address: str, port: int, launch: Launch, timeout: timedelta) -> Store:
+    if launch.kept:
+        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     listener = None
     if launch.rank == 0:
         # Bound here to one address and handed over: TCPStore itself would listen at all of them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.cluster.recovery.elastic import Size
+from shoal.cluster.report import LOST_PEER
 from shoal.errors import Loss, WorkerFailed
 
 RETRIES = 3
@@ -62,6 +63,9 @@ class Retries:
         self._furthest = max(reached, self._furthest)
         if self._most == 0 or loss is None or not (loss.begun or self._furthest):
             return _NO
+        if loss.rank < 0 or loss.cause == LOST_PEER:  # what has happened is known elsewhere
+            self.times += 1
+            return Verdict(again=True)
         self._last = loss
         if size is not None and size.shrink(loss, before):
             self.times += 1

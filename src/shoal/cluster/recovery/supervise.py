@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from shoal.cluster.local import Attempt, Job, check, import_torch, threads_of
+from shoal.cluster.local import Attempt, Job, address_of, check, import_torch, threads_of
 from shoal.cluster.recovery.elastic import Size
+from shoal.cluster.recovery.liaison import Liaison
 from shoal.cluster.recovery.retries import Retries, Verdict
 from shoal.cluster.watch import Interrupts, say
 from shoal.errors import ConfigError, WorkerFailed
@@ -34,13 +35,16 @@ def run_job(job: Job) -> None:
     SystemExit.
     """
     check(job)
-    if job.hosts > 1:  # the launchers of several hosts do not agree on a start
-        job = replace(job, retries=0)
     forkable = not job.fresh and import_torch(job)
+    if job.hosts > 1 and not forkable:  # nothing can be forked that would talk to the other hosts
+        job = replace(job, retries=0)
     with private_folder() as private, _memory(job) as (memory, descriptor), Interrupts() as interrupts:
         starts = _Starts(job, private.path, [private.descriptor, *descriptor], memory, interrupts, forkable)
-        while starts.run():
-            interrupts.obey()
+        try:
+            while starts.run():
+                interrupts.obey()
+        finally:
+            starts.close()
 
 
 class _Starts:
@@ -63,6 +67,11 @@ class _Starts:
         self._forkable = forkable
         self._retries = Retries(job.retries)
         self._size = Size(job.workers, job.least or job.workers, job.workers)
+        self._liaison: Liaison | None = None
+        if job.hosts > 1 and job.retries:
+            closes = [*kept, *interrupts.descriptors]
+            self._liaison = Liaison(job.host, job.hosts, address_of(job.at), closes)
+            self._environment["SHOAL_KEPT"] = "1"
         self._number = 0
         self._log = ""
         """Where the run keeps its event logs, once that is known."""
@@ -74,6 +83,9 @@ class _Starts:
         folder = os.path.join(self._folder, f"start-{self._number}") if self._number else self._folder
         os.makedirs(folder, exist_ok=True)
         job = replace(self._job, workers=self._size.now)
+        if self._liaison is not None:
+            number = self._liaison.begin(self._interrupts)
+            self._environment["TORCHELASTIC_RESTART_COUNT"] = str(number)
         attempt = Attempt(
             job,
             folder,
@@ -82,19 +94,31 @@ class _Starts:
             self._forkable,
             self._kept,
             self._environment,
+            self._liaison,
         )
         self._number += 1
         self._verdict = Verdict(again=False)
         try:
             if not attempt.run(self._decide, self._size.grows_in):
+                if self._liaison is not None:
+                    self._liaison.end()
                 return False
             self._tell_growth()
         except WorkerFailed as failed:
             if not self._verdict.again:
+                if self._liaison is not None:
+                    self._liaison.end(str(failed).partition("\n")[0])
                 raise _with(failed, self._verdict.why) from None
             self._tell_loss(failed, job.workers)
+            if self._liaison is not None:
+                self._liaison.again()
             self._interrupts.pause(self._verdict.pause)
         return True
+
+    def close(self) -> None:
+        """The job is over, however that came."""
+        if self._liaison is not None:
+            self._liaison.close()
 
     def _decide(self, failed: WorkerFailed, reached: int) -> bool:
         """Whether there is another start; asked while the workers of this one are still there."""
@@ -112,7 +136,12 @@ class _Starts:
             then = f"worker {loss.rank} was lost twice in a row: {now} workers go on, and {before} after a minute."
         say(f"{loss.sentence}\nshoal: {then}")
         first = loss.sentence.partition("\n")[0].rstrip(":")
-        facts = {"why": first, "rank": loss.rank, "pid": loss.pid, "phase": loss.phase}
+        facts = {
+            "why": first,
+            "rank": loss.rank if loss.rank >= 0 else None,
+            "pid": loss.pid,
+            "phase": loss.phase,
+        }
         self._log = loss.log
         self._note("failure", {**facts, "after": max(0, loss.step - 1), "exit_code": failed.exit_code})
         if self._verdict.shrinks:
@@ -127,7 +156,7 @@ class _Starts:
         said = f"{self._size.now} workers go on, in place of {before}"
         say(f"{said}.")
         self._note("resize", {"before": before, "workers": self._size.now, "why": "places are tried again"})
-        self._go_on(Again(self._retries.times, time.monotonic(), said))
+        self._go_on(Again(self._retries.times, time.monotonic(), said, grown=True))
 
     def _go_on(self, again: Again) -> None:
         self._environment = {**self._environment, "SHOAL_AGAIN": json.dumps(asdict(again))}

@@ -43,7 +43,9 @@ class Snapshots:
         """`memory`: the job's folder in memory; empty: there is none, and nothing is ever taken."""
         self._world = context.savers
         number = next(_RUNS)
-        self._root = Path(memory) / f"run-{number}" if memory and not context.exchange.uses_servers else None
+        one_host = len(set(context.world.hosts)) == 1
+        takes = bool(memory) and one_host and not context.exchange.uses_servers
+        self._root = Path(memory) / f"run-{number}" if takes else None
         self._pace = Pace(context.exchange.sync_interval)
         self._saver: Saver | None = None
         self._bytes = 0

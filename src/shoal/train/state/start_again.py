@@ -23,6 +23,10 @@ def tell_return(again: Again, begin: int, journal: Journal) -> None:
     """A step is done after the restart: say from where, and how long it took since the loss."""
     seconds = monotonic() - again.failed
     where = f"step {begin}" if begin else "the beginning"
-    journal.say(f"going on from {where}, {seconds:.1f} s after the {'loss' if again.rank >= 0 else 'change'}")
-    facts = {"how": "all workers started again", "rank": max(again.rank, 0), "after": begin}
+    journal.say(f"going on from {where}, {seconds:.1f} s after the {'change' if again.grown else 'loss'}")
+    facts = {
+        "how": "all workers started again",
+        "rank": again.rank if again.rank >= 0 else None,
+        "after": begin,
+    }
     journal.note("recovery", {**facts, "seconds": round(seconds, 3)})
