@@ -19,6 +19,7 @@ import pytest
 from commands import python
 from warm import Command
 
+from shoal.report.events import last_pass, read_events
 from shoal.testing.hosts import INTERFACE, Hosts, make_hosts
 from shoal.testing.spawn import warm
 
@@ -251,6 +252,46 @@ def test_two_hosts_of_two_workers_train_as_one_process(
     alone = python(tmp_path, str(script), str(tmp_path / "one"))
     assert alone.code == 0, alone.err
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)
+
+
+def test_a_lost_worker_and_a_lost_host_are_waited_for(tmp_path: Path) -> None:
+    """Both launchers start their workers again; a host that is gone is waited for, and joins by its command."""
+    script, log = tmp_path / "train.py", tmp_path / "two"
+    body = """    import os, pathlib, time
+    time.sleep(0.02)
+    if step.number == 4 and run.world.rank == 3 and not pathlib.Path("lost").exists():
+        pathlib.Path("lost").touch()
+        os.kill(os.getpid(), 9)
+    if step.number == 8 and not pathlib.Path("go").exists():
+        pathlib.Path(f"there-{run.world.rank}").touch()
+        time.sleep(120)
+"""
+    kept = 'checkpoint="kept", checkpoint_every=2, data=data'
+    script.write_text(SCRIPT.replace("    pass\n", body).replace("data=data", kept, 1))
+    with make_hosts(2) as hosts, ExitStack() as stack:
+        started = [_start(hosts, host, "zero1", log, script) for host in range(2)]
+        for process in started:
+            stack.callback(process.kill)
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("there-*"))) < 4:
+            assert time.monotonic() < deadline, [process.poll() for process in started]
+            time.sleep(0.05)
+        (tmp_path / "go").touch()
+        started[1].kill()
+        lost = started.pop(1)
+        lost.communicate(timeout=60)
+        started.append(_start(hosts, 1, "zero1", log, script))
+        stack.callback(started[1].kill)
+        outputs = [process.communicate(timeout=90) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert outputs[0][1].count("shoal: going on from step") == 2, outputs
+    text = script.read_text().replace(body, "    pass\n").replace(kept, "data=data")
+    (tmp_path / "plain.py").write_text(text)
+    alone = python(tmp_path, "plain.py", str(tmp_path / "one"))
+    assert alone.code == 0, alone.err
+    events = read_events(log / "events.jsonl")
+    found = [event["loss"] for event in last_pass(events)]
+    assert found == pytest.approx(_losses(tmp_path / "one"), rel=1e-12)
 
 
 def _serve(hosts: Hosts, host: int, keys: Path) -> Command:

@@ -182,6 +182,9 @@ def _serve(host: int, hosts: int, address: tuple[str, int], line: socket.socket,
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the launcher says when it is over
         die_with(launcher)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # torch prints each failure to connect, with all of its C++ frames
+            os.dup2(nowhere, stream)
         line.setblocking(False)
         beside = _Beside(host, hosts, line)
         listener = socket.create_server(address).detach() if host == 0 else None
