@@ -13,8 +13,6 @@ from itertools import pairwise
 from math import isfinite, nan
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shoal.errors import ConfigError
 from shoal.report.meter import Times
 from shoal.types import StepReport
@@ -249,6 +247,8 @@ def _smooth(line: Sequence[float]) -> list[float]:
     """
     if len(line) < 40:
         return list(line)
+    import numpy as np  # not above: its threads would keep a launcher from forking
+
     y = np.asarray(line, dtype=np.float64)
     known = np.isfinite(y)
     x = np.arange(len(y), dtype=np.float64)
