@@ -6,7 +6,12 @@ import json
 import random
 from pathlib import Path
 
+from rich.console import Console
+
+from shoal.cli.status import _table
+from shoal.report.folder import state_path
 from shoal.report.host_clocks import clock_sentences
+from shoal.report.state import read_states
 
 CLOCK = {
     "event": "clock",
@@ -38,3 +43,49 @@ def test_anything_else_is_not_read(tmp_path: Path, everything: bool) -> None:
         for _ in range(draws.randint(1, 5)):
             changed[draws.randrange(len(changed))] = draws.randrange(256)
         said(tmp_path, bytes(changed))
+
+
+STATE = {
+    "schema": 1,
+    "rank": 0,
+    "workers": 2,
+    "host": "a",
+    "pid": 7,
+    "born": 1.5,
+    "device": "cpu",
+    "strategy": "ddp",
+    "steps": 10,
+    "state": "running",
+    "why": "",
+    "step": 3,
+    "doing": "step 3, loading data",
+    "phase": "data",
+    "since": 1.0,
+    "written": 2.0,
+    "memory": 1 << 20,
+    "loss": 0.5,
+    "seconds": 0.01,
+    "samples_per_second": 8.0,
+}
+
+
+def test_state_files_may_hold_anything(tmp_path: Path, everything: bool) -> None:
+    """Half of the changes leave JSON with values that no rank would write; the other half are bytes of any kind."""
+    draws, line = random.Random(6), bytearray(json.dumps(STATE).encode())
+    odd = (None, True, -1, 10**30, 1e308, "", "\x1b[2J" * 99, [], {}, [[]])
+    for turn in range(20_000 if everything else 60):
+        changed = bytearray(line)
+        if turn % 2:
+            given: dict[str, object] = dict(STATE)
+            for _ in range(3):
+                given[draws.choice(list(STATE))] = draws.choice(odd)
+            changed = bytearray(json.dumps(given).encode())
+        else:
+            for _ in range(draws.randint(1, 5)):
+                changed[draws.randrange(len(changed))] = draws.randrange(256)
+        state_path(tmp_path, 0).write_bytes(bytes(changed))
+        states = read_states(tmp_path)
+        if states:
+            with (tmp_path / "shown").open("w") as shown:
+                Console(file=shown, width=120).print(_table(states))
+            assert "\x1b" not in (tmp_path / "shown").read_text()

@@ -34,16 +34,20 @@ class Command:
     workers: int
     """On each host."""
     checkpoint_every: int = NEVER
+    full_disks: bool = False
+    """Whether the disk will be full: then saves that fail do not end the run, as they would after a few in a row."""
     hosts: int = 1
     at: str = ""
 
     def words(self, folder: Path, host: int) -> list[str]:
         """The command, with its checkpoints, logs and temporary files in `folder`."""
-        settings = (
+        settings: tuple[str, ...] = (
             f"checkpoint={folder / 'checkpoints'}",
             f"log={folder / 'log'}",
             f"checkpoint_every={self.checkpoint_every}",
         )
+        if self.full_disks:
+            settings += (f"checkpoint_failures={NEVER}",)
         words = [sys.executable, "-m", "shoal", "run", "--workers", str(self.workers), *self.options]
         if self.hosts > 1:
             words += ["--hosts", str(self.hosts), "--host", str(host), "--at", self.at]

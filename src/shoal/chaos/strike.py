@@ -26,7 +26,9 @@ def strike(fault: Fault, job: Running, cut: Cut | None = None) -> bool:
         job.start()
         return True
     if fault.kind == "full":
-        _fill(job.folder / "checkpoints", fault.seconds)
+        # Two saves fail, and no more: one that is not over at the end of a short run would be no fault of the run's.
+        limit = job.reached() + 2 * job.command.checkpoint_every
+        _fill(job.folder / "checkpoints", fault.seconds, lambda: job.reached() >= limit)
         return True
     if fault.kind == "cut":
         assert cut is not None
@@ -69,8 +71,8 @@ def _delay(pid: int, seconds: float) -> None:
         time.sleep(PULSE_SECONDS)
 
 
-def _fill(folder: Path, seconds: float) -> None:
-    """Take what is left of a disk, for a while."""
+def _fill(folder: Path, seconds: float, enough: Callable[[], bool]) -> None:
+    """Take what is left of a disk, for a while or until it is enough."""
     filler = folder / ".filler"
     try:
         with filler.open("wb") as file, suppress(OSError):
@@ -81,7 +83,9 @@ def _fill(folder: Path, seconds: float) -> None:
                     break
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), free)
                 file.seek(0, os.SEEK_END)
-        time.sleep(seconds)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not enough():
+            time.sleep(0.005)
     finally:
         filler.unlink(missing_ok=True)
 

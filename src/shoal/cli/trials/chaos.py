@@ -65,6 +65,7 @@ def chaos(
         options=_options(strategy, steps, settings or []),
         workers=default_workers() if workers is None else workers,
         checkpoint_every=NEVER if checkpoint_every is None else checkpoint_every,
+        full_disks=counts["full"] > 0,
         hosts=2 if counts["cut"] else 1,
         at=f"10.77.0.1:{PORT}" if counts["cut"] else "",
     )
