@@ -179,7 +179,7 @@ def test_second_of_two_hosts_with_all_output(shell: Shell) -> None:
     assert (found["master"], found["host"]) == ("29511", "host-1")
 
 
-def test_first_error_ends_the_job_and_is_shown(shell: Shell) -> None:
+def test_first_error_ends_the_job_and_is_shown(shell: Shell, everything: bool) -> None:
     fail = """
 def fail():
     raise ValueError("the cause")
@@ -192,7 +192,7 @@ if rank == "2":
     raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
 time.sleep(60)
 """
-    done = shell.run("run", "--workers", "4", shell.script(WAIT + fail), fresh=True)
+    done = shell.run("run", "--workers", "4", shell.script(WAIT + fail), fresh=everything)
     assert done.returncode == 1
     first, *_, last = done.stderr.splitlines()
     assert first == f"shoal: worker 1 of 4 ({HOST}, pid {shell.pids(4)[1]}) failed:"
@@ -277,10 +277,12 @@ def test_launcher_killed_outright_leaves_no_worker(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_everything_quietly(shell: Shell, number: signal.Signals, code: int) -> None:
+def test_signals_end_everything_quietly(
+    shell: Shell, number: signal.Signals, code: int, everything: bool
+) -> None:
     # A shell without job control starts background jobs with SIGINT ignored, which children would inherit.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    fresh = number == signal.SIGINT
+    fresh = everything and number == signal.SIGINT
     launcher = shell.start("run", "--workers", "2", shell.script(WAIT + "time.sleep(60)"), fresh=fresh)
     signal.signal(signal.SIGINT, before)
     pids = shell.pids(2)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def _init(rank: int, size: int, meeting: str, seconds: float = 30) -> Any:
 
 
 def _input(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    return _drawn(rank, count, dtype).clone()
+
+
+@cache
+def _drawn(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
@@ -400,13 +406,19 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 def _die(rank: int, size: int, meeting: str) -> None:
     _init(rank, size, meeting)
     dist.all_reduce(torch.ones(1_000_000))
+    opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert any(name.startswith(("/memfd:", "/dev/shm/")) for name in mapped)
+    Path(f"{meeting}-{rank}").write_text("\n".join([*opened, *mapped]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    """Of all that the killed ones had open; the folder itself belongs to every process of the machine."""
     assert spawn(_die, 2, tmp_path) == [None, None]
-    assert sorted(os.listdir("/dev/shm")) == before
+    held = {name for file in tmp_path.glob("store*-?") for name in file.read_text().splitlines()}
+    assert held
+    assert not [name for name in held if name.startswith("/dev/shm/") and os.path.exists(name)]
 
 
 def _kind(group: object) -> str:
