@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from shoal.data import PackedTokens, Store
+from shoal.data import KeyIndex, PackedTokens, Store
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
 from shoal.data.store.build import BuildOptions, build
@@ -189,6 +189,32 @@ def test_packing_keeps_every_token_and_boundary(tmp_path: Path) -> None:
         assert found == len(lists)
     with pytest.raises(ConfigError, match="wants each in one sample of 4"):
         PackedTokens(store, "tokens", length=4, whole=True)
+
+
+def test_rows_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest row of a key counts; a damaged index, or keys whose hashes meet, never give another's row."""
+    made = pa.table({"name": [f"n{i % 300}" for i in range(1000)], "number": np.arange(1000) * 7})
+    store = Store.write(tmp_path, made, options=SMALL)
+    names = [*(f"n{i}" for i in range(310)), ""]
+    wanted = [900 + i if i < 100 else 600 + i if i < 300 else -1 for i in range(310)] + [-1]
+    assert KeyIndex(store, "name").rows(names).tolist() == wanted
+    assert KeyIndex(store, "number").rows([14, 15, 6993]).tolist() == [2, -1, 999]
+    index = next(tmp_path.glob("index-00001-*.npy"))
+    for number, path in enumerate(sorted(tmp_path.glob("index-*.npy"))):
+        text = bytearray(path.read_bytes())
+        text[200 + number :: 97] = bytes(len(text[200 + number :: 97]))
+        path.write_bytes(text)
+    found = KeyIndex(store, "name").rows(names)
+    for row, right, name in zip(found.tolist(), wanted, names, strict=True):
+        assert row in (-1, right) or made["name"][row].as_py() == name
+    index.write_bytes(b"short")
+    for path in tmp_path.glob("index-*.npy"):
+        path.unlink()
+    lengths = "shoal.data.store.keys.hash_keys"
+    monkeypatch.setattr(lengths, lambda keys: np.array([len(str(key)) for key in keys], np.uint64))
+    assert KeyIndex(store, "name").rows(names).tolist() == wanted  # all hashes meet
+    with pytest.raises(ConfigError, match=r"1 of 2 keys are not in column 'name', such as 'eve'"):
+        KeyIndex(store, "name").batch(["n1", "eve"])
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path, everything: bool) -> None:

@@ -6,12 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.data.store.keys import KeyIndex as KeyIndex
     from shoal.data.store.packed import PackedTokens as PackedTokens
     from shoal.data.store.store import Store as Store
 
 # Loaded on first use: most programs bring data of their own, and need no pyarrow.
-_HOME = {"PackedTokens": "shoal.data.store.packed", "Store": "shoal.data.store.store"}
-__all__ = ["PackedTokens", "Store"]
+_HOME = {
+    "KeyIndex": "shoal.data.store.keys",
+    "PackedTokens": "shoal.data.store.packed",
+    "Store": "shoal.data.store.store",
+}
+__all__ = ["KeyIndex", "PackedTokens", "Store"]
 
 
 def __getattr__(name: str) -> Any:

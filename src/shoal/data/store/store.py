@@ -30,7 +30,7 @@ from shoal.data.store.manifest import StoreManifest
 from shoal.data.store.mapping import Mapping as MappedFile
 from shoal.data.store.places.open_place import CACHE_LIMIT, cache_folder, open_place
 from shoal.data.store.places.pages import Cache, Pages
-from shoal.data.store.places.place import LocalPlace
+from shoal.data.store.places.place import LocalPlace, Place
 from shoal.data.store.places.remote_place import RemotePlace
 from shoal.data.store.span import Memory
 from shoal.data.store.verify import problems
@@ -201,6 +201,11 @@ class Store(BatchSource):
             )
             self._columns[name] = make_column(data.arrays[0].type, data)
         return self._columns[name]
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        return self._place
 
     @property
     def starts_late(self) -> bool:
