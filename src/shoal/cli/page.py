@@ -89,12 +89,13 @@ def trace(
     """
     from shoal.dashboard.run_log import RunLog
     from shoal.dashboard.trace import write_trace
+    from shoal.report.span_table import step_range
 
     found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps) if steps else None
     if steps and found is None:
         raise ConfigError(f'--steps {steps}: give the first and the last, as "100:110".')
     log = RunLog(run).load()
-    last = log.columns.last
+    last = max((step_range(run, rank)[1] for rank in log.ranks()), default=0)
     first, last = (int(found[1]), int(found[2])) if found is not None else (max(1, last - 9), last)
     count = write_trace(log, first, last, out)
     print(f"wrote {out}: {count} spans of steps {first} to {last}", file=sys.stderr)

@@ -176,7 +176,7 @@ class StateFile:
         }
         if last is not None:
             finite = last.loss == last.loss and abs(last.loss) != float("inf")
-            seconds = last.seconds or self._seconds
+            seconds = self._seconds or last.seconds  # of a second of steps: one alone says little
             rate = round(last.samples / seconds, 3) if seconds else 0.0
             found |= {"loss": last.loss if finite else None, "seconds": seconds, "samples_per_second": rate}
             found["busy"] = self._busy
