@@ -84,8 +84,9 @@ def checks_of(run: shoal.Run) -> dict[str, Callable[[], object]]:
         calls.step(done)
 
     def between_steps() -> None:
-        loop._enter_body(done, False, None)
+        loop._enter_body(run._progress, done, last=False)
         loop._save_decided(run._progress)
+        loop._leave_body(run._progress)
 
     return {
         "calls of other ranks": compare_calls,
