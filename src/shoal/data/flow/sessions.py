@@ -123,7 +123,8 @@ def session(
 ) -> Session:
     """A session of an engine: "duckdb", or Spark as "spark", "local[2]" or "spark://host:7077".
 
-    `memory`: a limit such as "2GB"; beyond it the engine spills to `spill`, by default the folder for temporary files.
+    `memory`: a limit of the engine such as "2GB"; beyond it, it spills to `spill`, by default the folder for temporary
+    files. Python and the files being written come on top of it: about half a gigabyte.
     `hive`: with Spark, the address of a metastore such as "thrift://host:9083", or a folder with one of its own.
     """
     end_in_one_sentence(from_environment().rank)
