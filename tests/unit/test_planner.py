@@ -286,6 +286,14 @@ def test_step_20_says_how_far_off_it_was() -> None:
         sentences = [watch.after(report(number, took)) for number in range(1, 30)]
         assert [bool(s) for s in sentences] == [said and n == COMPARED_AT for n in range(1, 30)]
     assert "+30%" in sentences[COMPARED_AT - 1]
+    assert residuals.residuals_of(cache.machine_key())["ddp"] == pytest.approx(1.14, abs=0.01)
+
+
+def test_nothing_is_learned_from_steps_that_vary() -> None:
+    watch = Foresight(check_text("zero1", 2), 0.1, 10**8)
+    said = [watch.after(report(number, 0.1 if number % 2 else 0.5)) for number in range(1, 30)]
+    assert "vary too much" in said[COMPARED_AT - 1]
+    assert residuals.residuals_of(cache.machine_key()) == {}
 
 
 def test_memory_auto_picks_what_fits() -> None:

@@ -14,6 +14,8 @@ from shoal.train.planning.answer_plan import PREDICTIONS
 from shoal.types import Plan, StepReport
 
 COMPARED_AT = 20
+STEADY = 0.3
+"""How far apart the quartiles of steps may be, as a share of their median, for anything to be learned."""
 _FROM = 5
 """The first step that counts."""
 
@@ -52,12 +54,15 @@ class Foresight:
         if report.number < COMPARED_AT or len(self._seen) < COMPARED_AT // 2:
             return ""
         self._done = True
-        measured = statistics.median(self._seen)
-        learn(machine_key(), family_of(self.plan), measured, self.seconds)
+        low, measured, high = statistics.quantiles(self._seen, n=4)
+        steady = high - low <= STEADY * measured
+        if steady:
+            learn(machine_key(), family_of(self.plan), measured, self.seconds)
         off = measured / self.seconds - 1
         if abs(off) <= FAR:
             return ""
-        return (
-            f"steps take {span(measured)} and {span(self.seconds)} were predicted ({off:+.0%}); that is learned, and "
-            "auto(replan=true) or `shoal plan` would plan with it"
+        return f"steps take {span(measured)} and {span(self.seconds)} were predicted ({off:+.0%}); " + (
+            "that is learned, and auto(replan=true) or `shoal plan` would plan with it"
+            if steady
+            else "they vary too much to learn from it: other work on this machine?"
         )
