@@ -216,7 +216,7 @@ def once(words: tuple[str, ...], strategy: str, kill: bool) -> Seen:
         seen = Seen()
         try:
             if kill:
-                _kill(folder, seen, lines)
+                _kill(folder, seen, lines, goes_on=strategy in WITHOUT_TORCHRUN)
             code = process.wait(DEADLINE)
         finally:
             process.kill()
@@ -247,8 +247,8 @@ def _steps(folder: Path) -> list[tuple[int, float, str]]:
     return [(int(number), float(moment), loss) for number, moment, loss in rows]
 
 
-def _kill(folder: Path, seen: Seen, lines: list[tuple[float, str]]) -> None:
-    """Kill worker 1 in the middle of the run, and take down what follows."""
+def _kill(folder: Path, seen: Seen, lines: list[tuple[float, str]], goes_on: bool) -> None:
+    """Kill worker 1 in the middle of the run, and take down what follows. `goes_on`: the others do not stop."""
     _until(lambda: any(number >= KILL_AT for number, _, _ in _steps(folder)))
     pids = {int(file.name.split("-")[2]): int(file.name.split("-")[1]) for file in folder.glob("pid-*")}
     victim = next(pid for pid, rank in pids.items() if rank == 1)
@@ -258,11 +258,16 @@ def _kill(folder: Path, seen: Seen, lines: list[tuple[float, str]]) -> None:
     os.kill(victim, signal.SIGKILL)
     _until(lambda: len(lines) > spoken or not any(_alive(pid) for pid in pids))
     seen.seen = (lines[spoken][0] if len(lines) > spoken else time.monotonic()) - begun
-    stopped = threading.Thread(target=_stopped, args=(list(pids), begun, seen), daemon=True)
-    stopped.start()
-    _until(lambda: any(n > before and at > begun for n, at, _ in _steps(folder)))
-    seen.next_step = min(at for n, at, _ in _steps(folder) if n > before and at > begun) - begun
-    stopped.join(1.0)
+    since = begun
+    if goes_on:  # the others do not stop
+        _until(lambda: any(n > before and at > begun for n, at, _ in _steps(folder)))
+    else:
+        _stopped(list(pids), begun, seen)
+        since = begun + seen.stopped
+        # Under `local` the first worker makes steps until it meets the others: those are done again, and do not count.
+        before = max(number for number, _, _ in _steps(folder))
+        _until(lambda: any(n > before and at > since for n, at, _ in _steps(folder)))
+    seen.next_step = min(at for n, at, _ in _steps(folder) if n > before and at > since) - begun
 
 
 def _stopped(pids: list[int], begun: float, seen: Seen) -> None:
