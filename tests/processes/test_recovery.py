@@ -46,7 +46,8 @@ def losing(output, batch):
 
 now, words = 1, [word for word in sys.argv[1:] if word != "plain"]
 if len(words) < len(sys.argv) - 1:  # nothing in it depends on the number of workers but rounding
-    settings |= dict(model=lambda: nn.Linear(5, 3), precision="fp64")
+    plain = lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    settings |= dict(model=plain, precision="fp64")
 run = shoal.Run(**settings | dict(loss=losing, schedule="exponential(0.99)", schedule_every="call"))
 measured = [run.evaluate(data).loss]
 for end in (10, 25, 40):
@@ -151,10 +152,12 @@ def test_a_place_that_keeps_dying_is_given_up_and_tried_again(tmp_path: Path) ->
 @pytest.mark.parametrize("strategy", ["ddp * tp2", "ddp * pp2", "local(4)", "zero3 * tp2", "zero1 + int8"])
 def test_the_same_for_four_workers(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "plain").mkdir()
-    plain = train(tmp_path / "plain", strategy, workers=4)
+    # Under local a worker without samples makes no step, and a checkpoint keeps one count of steps for all.
+    options = ("--set", "drop_last=true") if strategy.startswith("local") else ()
+    plain = train(tmp_path / "plain", strategy, "plain", workers=4, options=options)
     draws = random.Random(strategy)
-    words = [f"{draws.randrange(4)}:{step}:kill:1" for step in sorted(draws.sample(range(5, 40), 3))]
-    done = train(tmp_path, strategy, *words, workers=4)
+    words = [f"{draws.randrange(4)}:{step}:body:1" for step in sorted(draws.sample(range(5, 40), 3))]
+    done = train(tmp_path, strategy, "plain", *words, workers=4, options=options)
     assert len(came_back(done)) == 3
     assert (done.out.split()[0], losses(tmp_path)) == (plain.out.split()[0], losses(tmp_path / "plain"))
 
