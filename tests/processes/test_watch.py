@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ from commands import environment, losses, python, shoal, write
 from shoal.errors import ConfigError
 from shoal.report.events import read_events
 from shoal.testing.hosts import make_hosts
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_faketime() -> Iterator[None]:
+    """libfaketime leaves a segment of each process that ends at once."""
+    before = set(Path("/dev/shm").glob("*faketime_*"))
+    yield
+    for file in set(Path("/dev/shm").glob("*faketime_*")) - before:
+        file.unlink(missing_ok=True)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

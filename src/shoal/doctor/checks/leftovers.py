@@ -35,8 +35,7 @@ def orphans() -> list[str]:
         try:
             if process.uids().real != os.getuid() or process.pid == os.getpid() or not _of_a_job(process.pid):
                 continue
-            parent = process.parent()
-            if parent is None or parent.pid == 1 or not _runs_python(parent):
+            if _lost(process):
                 found.append(f"{process.pid} (no launcher)")
             elif process.status() == psutil.STATUS_STOPPED:
                 found.append(f"{process.pid} (stopped)")
@@ -45,9 +44,17 @@ def orphans() -> list[str]:
     return found
 
 
-def _runs_python(process: psutil.Process) -> bool:
-    """A launcher is Python: `shoal run`, torchrun, or a user's program that calls shoal.launch."""
-    return any("python" in word or "shoal" in word for word in process.cmdline()[:2])
+def _lost(process: psutil.Process) -> bool:
+    """Whether whoever has started it is gone: then init has it, or a user's systemd.
+
+    A launcher that was started in the background has no parent either, but a child that will remove its folder.
+    """
+    parent = process.parent()
+    if parent is not None and parent.pid > 1 and parent.name() != "systemd":
+        return False
+    if parent is not None and any("python" in word or "shoal" in word for word in parent.cmdline()[:2]):
+        return False  # a container, whose first process is the launcher
+    return not any("shoal-remove" in child.cmdline() for child in process.children())
 
 
 def _of_a_job(pid: int) -> bool:
