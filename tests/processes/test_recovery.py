@@ -149,7 +149,7 @@ def test_a_place_that_keeps_dying_is_given_up_and_tried_again(tmp_path: Path) ->
 
 
 @pytest.mark.all_only
-@pytest.mark.parametrize("strategy", ["ddp * tp2", "ddp * pp2", "local(4)", "zero3 * tp2", "zero1 + int8"])
+@pytest.mark.parametrize("strategy", ["ddp * tp2", "local(4)", "zero3 * tp2", "zero1 + int8"])
 def test_the_same_for_four_workers(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "plain").mkdir()
     # Under local a worker without samples makes no step, and a checkpoint keeps one count of steps for all.
