@@ -38,9 +38,12 @@ class _Places:
 
     def __init__(self, size: int) -> None:
         given, got = torch.zeros(2, size, _HEAD + room_for(size), dtype=torch.uint8, device="cpu").unbind()
-        self.given, self.got = given.view(-1), got.view(-1)
-        self.given_words, self.got_words = (rows.view(torch.int64)[:, 0] for rows in (given, got))
-        self.given_data, self.got_data = given[:, _HEAD:], got[:, _HEAD:]
+        self.given = given.view(-1)
+        self.got = got.view(-1)
+        self.given_words = given.view(torch.int64)[:, 0]
+        self.got_words = got.view(torch.int64)[:, 0]
+        self.given_data = given[:, _HEAD:]
+        self.got_data = got[:, _HEAD:]
 
 
 class Openings:
