@@ -75,7 +75,8 @@ def _figure(rows: int, columns: int, size: tuple[float, float], widths: dict[str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=size, gridspec_kw=widths)
+    figure, axes = plt.subplots(rows, columns, figsize=size, gridspec_kw=widths)
+    return figure, axes
 
 
 def _save(figure: Any, path: Path) -> None:
