@@ -36,6 +36,7 @@ BENCHMARKS = {
     "checkpoint": "state",
     "data": "data",
     "recovery": "faults",
+    "augment": "data",
     "order": "data",
     "padding": "data",
     "plan": "plan",

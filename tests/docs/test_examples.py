@@ -90,3 +90,13 @@ def test_raw_text_to_a_model_in_one_command(tmp_path: Path) -> None:
 def test_clicks_with_hashed_categories(tmp_path: Path) -> None:
     said = call(tmp_path, str(EXAMPLES / "store_clicks.py"))
     assert float(said.split()[-1]) < 0.62  # guessing is 0.69
+
+
+@pytest.mark.all_only
+def test_augmented_digits_are_read_better(tmp_path: Path) -> None:
+    """The same table alone and with two workers; what varies is read better than what does not."""
+    script = str(EXAMPLES / "augmented.py")
+    said = call(tmp_path, script)
+    plain, moved, mixed = [float(share) for share in re.findall(r"([\d.]+) % read", said)]
+    assert min(moved, mixed) > plain + 1
+    assert call(tmp_path, *SHOAL, "run", "--workers", "2", script) == said

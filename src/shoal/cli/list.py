@@ -88,6 +88,7 @@ def _slots() -> dict[str, Table[Any]]:
         partition,
         pipeline,
     )  # torch comes with these: not before they are needed
+    from shoal.data import augment
     from shoal.report import trackers
     from shoal.train.technique import clip, learning_rate, precision
 
@@ -96,6 +97,7 @@ def _slots() -> dict[str, Table[Any]]:
         "pipeline": pipeline.TABLE,
         "compress": compress.TABLE,
         "partition": partition.TABLE,
+        "augment": augment.TABLE,
         "balance": balance.TABLE,
         "clock": clock.TABLE,
         "aggregate": aggregate.TABLE,

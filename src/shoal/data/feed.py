@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.data.augment.chain import Chain
 from shoal.data.batch import Batch, Collate
 from shoal.data.columns import Columns
 from shoal.data.dataloader import WorkerInit
@@ -40,6 +41,8 @@ class Feed:
     """Batches that loader processes prepare come in page-locked memory."""
     worker_init: WorkerInit | None = None
     """Called in each loader process, with its number, when it starts."""
+    augment: Chain | None = None
+    """What is done to samples before they count; None in evaluation."""
 
     @property
     def parts(self) -> int:

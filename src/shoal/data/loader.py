@@ -21,16 +21,17 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from shoal import seeds
+from shoal.data.augment.sample_draws import keys_of, rows_of
 from shoal.data.batch import Batch
 from shoal.data.cursor import Cursor
 from shoal.data.dataloader import WorkerInit
 from shoal.data.draws import Generator, NumpyGenerator, PythonGenerator, TorchGenerator, Watch
 from shoal.data.feed import Feed, Portion
 from shoal.data.picks import Picks
-from shoal.data.source import check_source, fetch, fetch_samples, is_plain
+from shoal.data.source import check_source, fetch, fetch_samples, is_plain, join
 from shoal.partition.cuts import Ids
 from shoal.partition.skew import skew
 
@@ -99,7 +100,9 @@ class Loader:
         else:
             batches = tuple(
                 [
-                    self._prepare[step, number, epoch, some] if len(some) else None
+                    self._prepare[step, number, epoch, some, self._picks.partners(step, some)]
+                    if len(some)
+                    else None
                     for number, some in enumerate(ids, first)
                 ]
             )
@@ -230,8 +233,8 @@ def _end_with_parent(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(0)
 
 
-Wanted = tuple[int, int, int, Ids]
-"""A step, the number of a micro-batch in it, the epoch, and the micro-batch's samples."""
+Wanted = tuple[int, int, int, Ids, Ids | None]
+"""A step, the number of a micro-batch in it, the epoch, the micro-batch's samples, and what each is mixed with."""
 
 
 class _FetchedAhead:
@@ -247,7 +250,7 @@ def _ids_from(picks: Picks, step: int, reached: _FetchedAhead) -> Iterator[Wante
         epoch, _, ids, _ = picks.of(step)
         for number, some in enumerate(ids, picks.feed.first):
             if len(some):
-                yield step, number, epoch, some
+                yield step, number, epoch, some, picks.partners(step, some)
         step += 1
 
 
@@ -257,11 +260,22 @@ class _Fetcher(Dataset[Batch]):
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._samples = len(feed.data)
-        self._plain = is_plain(feed.data, feed.collate)
+        self._functions = feed.augment is not None and bool(feed.augment.functions)
+        self._plain = is_plain(feed.data, feed.collate) and not self._functions
         self._watch = Watch(TorchGenerator(), NumpyGenerator(), PythonGenerator())
 
     def __getitem__(self, wanted: Wanted) -> Batch:
-        step, number, epoch, tickets = wanted
+        step, number, epoch, tickets, partners = wanted
+        augment = self._feed.augment
+        if augment is None:
+            return self._fetch(step, number, epoch, tickets)
+        rows = None
+        if partners is not None:
+            tickets, rows = rows_of(tickets, partners)
+        batch = self._fetch(step, number, epoch, tickets)
+        return augment.batch(batch, keys_of(tickets, self._samples, self._feed.seed, epoch), rows)
+
+    def _fetch(self, step: int, number: int, epoch: int, tickets: Ids) -> Batch:
         feed = self._feed
         ids = tickets if feed.sampler is None else tickets % self._samples
         if self._plain:  # rows of tensors: nothing draws
@@ -269,7 +283,7 @@ class _Fetcher(Dataset[Batch]):
         seeds.set_stream(feed.seed, "data", step, number)
 
         def read(keyed: Sequence[Generator]) -> Batch:
-            if not keyed:
+            if not keyed and not self._functions:
                 return fetch(feed.data, ids, feed.collate)
             samples = []
             for ticket, one in zip(tickets.tolist(), ids.tolist(), strict=True):
@@ -277,11 +291,22 @@ class _Fetcher(Dataset[Batch]):
                 key = seeds.sample_key(feed.seed, epoch, one, ticket // self._samples)
                 for generator in keyed:
                     generator.seed(key)
-                samples += fetch_samples(feed.data, [one])
+                samples += [self._vary(sample, key, one) for sample in fetch_samples(feed.data, [one])]
             if feed.collate is not None:  # draws for a whole micro-batch at once
                 key = seeds.derive(feed.seed, "data", step, number)
                 for generator in keyed:
                     generator.seed(key)
-            return (feed.collate or default_collate)(samples)
+            return join(samples, ids.tolist(), feed.collate)
 
         return self._watch(read)
+
+    def _vary(self, sample: object, key: int, number: int) -> object:
+        """A sample through the user's functions of augment=."""
+        augment = self._feed.augment
+        if augment is None or not self._functions:
+            return sample
+        try:
+            return augment.sample(sample, key)
+        except Exception as error:
+            error.add_note(f"shoal: this was in augment= of data[{number}].")
+            raise

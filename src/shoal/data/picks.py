@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shoal.data.augment.sample_draws import partners_among
 from shoal.data.columns import keys_for
 from shoal.data.cursor import Cursor, Track, short_seed
 from shoal.data.feed import Feed
@@ -77,6 +78,14 @@ class Picks:
             filler = self._ids(epoch, start, start + 1)
             mine = [ids if len(ids) else filler for ids in mine]
         return epoch, stop - start, mine, counts
+
+    def partners(self, step: int, wanted: Ids) -> Ids | None:
+        """For each of some samples of a step the one that it is mixed with, of any worker; None: nothing is mixed."""
+        if self.feed.augment is None or not self.feed.augment.mixes:
+            return None
+        epoch, start, stop = self.track.span(step)
+        key = derive(self.feed.seed, "partners", epoch, start)
+        return partners_among(wanted, self._ids(epoch, start, stop), key)
 
     def sizes(self, step: int) -> list[int]:
         """How many samples each micro-batch of a step has, over all workers."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal import seeds
+from shoal.data.augment.sample_draws import keys_of, partners_among, rows_of
 from shoal.data.batch import Batch
 from shoal.data.cursor import Cursor, short_seed
 from shoal.data.draws import Generator, NumpyGenerator, PythonGenerator, Watch
@@ -30,6 +31,9 @@ from shoal.errors import ConfigError
 from shoal.partition.base import OWN
 
 _END = object()
+
+_ENDLESS = 1 << 62
+"""More samples than any stream has: none comes again in an epoch."""
 
 FEW = 16
 """Samples of a first step that are kept for a look at what collate= makes of them, at most."""
@@ -113,7 +117,7 @@ class StreamLoader:
             mine = [some or samples[:1] for some in mine]
         numbers = [part.tolist() or ids[:1].tolist() for part in parts]
         batches = tuple(
-            self._batch(step, number, some, which)
+            self._batch(step, number, samples, at, which if some else [])
             for number, (some, which) in enumerate(zip(mine, numbers, strict=True), feed.first)
         )
         self.handed = sum(map(len, mine))
@@ -156,11 +160,29 @@ class StreamLoader:
         del steps
         return None
 
-    def _batch(self, step: int, number: int, samples: list[Any], numbers: list[int]) -> Batch | None:
-        if not samples:
+    def _batch(
+        self, step: int, number: int, samples: list[Any], at: StreamPlace, numbers: list[int]
+    ) -> Batch | None:
+        """A micro-batch of some of a step's samples: all are here, and so are those that these are mixed with."""
+        if not numbers:
             return None
-        self._key(seeds.derive(self.feed.seed, "data", step, number))
-        return join(samples, numbers, self.feed.collate)
+        feed = self.feed
+        augment = feed.augment
+        self._key(seeds.derive(feed.seed, "data", step, number))
+        if augment is None:
+            return join([samples[i - at.position] for i in numbers], numbers, feed.collate)
+        tickets = np.array(numbers, dtype=np.int64)
+        rows = None
+        if augment.mixes:
+            every = np.arange(at.position, at.position + len(samples))
+            key = seeds.derive(feed.seed, "partners", at.epoch, at.position)
+            tickets, rows = rows_of(tickets, partners_among(tickets, every, key))
+        keys = keys_of(tickets, _ENDLESS, feed.seed, at.epoch)
+        varied = [
+            augment.sample(samples[i - at.position], k)
+            for i, k in zip(tickets.tolist(), keys.tolist(), strict=True)
+        ]
+        return augment.batch(join(varied, tickets.tolist(), feed.collate), keys, rows)
 
     def _seek(self, step: int) -> None:
         """Stand before a step."""

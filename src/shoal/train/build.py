@@ -13,6 +13,7 @@ from shoal import exchange, partition
 from shoal.blocks import find_blocks
 from shoal.call import call_model
 from shoal.config import degree_of
+from shoal.data.augment import make_chain
 from shoal.data.batch import ModelInputs, convert, length
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
@@ -277,6 +278,7 @@ def make_feed(config: RunConfig, plan: Plan, mesh: Mesh) -> Feed:
         drop_last=config.drop_last,
         pin_memory=config.pin_memory,
         worker_init=config.worker_init_fn,
+        augment=make_chain(config.augment),
     )
 
 

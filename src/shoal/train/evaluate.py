@@ -111,6 +111,7 @@ def _open(parts: StepContext, data: Source | DataLoader[Any], batch: int | None)
         drop_last=given.drop_last,
         pin_memory=given.pin_memory,
         worker_init=given.worker_init,
+        augment=None,
     )
     return Loader(feed)
 

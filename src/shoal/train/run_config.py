@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.config import as_type
+from shoal.data.augment import make_chain
+from shoal.data.augment.chain import Augment
 from shoal.data.batch import Batch, Collate, Inputs
 from shoal.data.columns import Columns
 from shoal.data.dataloader import WorkerInit, loader_parts
@@ -105,6 +107,9 @@ class RunConfig:
     dict `batch["inputs"]`, or all its entries where forward has parameters of these names."""
     collate: Collate | None = None
     """List of samples -> batch; default is torch's."""
+    augment: Augment = ""
+    """How samples vary from epoch to epoch: "crop(4) & flip & mixup(0.2, classes=10)", functions (sample, rng) ->
+    sample of your own, or a list of both; `shoal list augment` shows the choices. Never in run.evaluate."""
     shuffle: bool = True
     sampler: Sampler | None = None
     """An order of your own: iter() gives the numbers of an epoch's samples, or its global batches as lists of them."""
@@ -202,6 +207,7 @@ def check_kinds(config: RunConfig) -> None:
             f"loss= is a {type(config.loss).__name__}; give a function (output, batch) -> (sum, count)."
         )
     check_words(config.buffers)
+    make_chain(config.augment)
     if (tracker_names(config.trackers) or profile_steps(config.profile)) and config.log is None:
         raise ConfigError(
             "trackers= and profile= write into the log's folder, and log=None: give log= a folder."

@@ -42,6 +42,10 @@ def agree_on_settings(settings: Mapping[str, object], world: World) -> None:
         print(f"shoal: {sentence}", file=sys.stderr)
 
 
+_FEW = 16
+"""Entries of a list that are compared one by one: data can be a list too."""
+
+
 def _has_code(value: object) -> bool:
     return callable(value) or (isinstance(value, Mapping) and any(callable(one) for one in value.values()))
 
@@ -97,6 +101,8 @@ def _text_of(value: Any) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{k}={v}" if isinstance(v, str) else str(k) for k, v in value.items()) or "none"
+    if isinstance(value, list | tuple) and len(value) <= _FEW and any(callable(one) for one in value):
+        return ", ".join(_text_of(one) for one in value)
     try:
         return f"{len(value)} entries"
     except (TypeError, NotImplementedError):  # a function, or a stream, which has no length
