@@ -84,15 +84,9 @@ def copy_of(function: Any, model: nn.Module) -> Any:
 def numbers_kept(value: Any) -> dict[str, float]:
     """Numbers that a function or an object of a script keeps from call to call: globals, closure, attributes.
 
-    >>> class Rising:
-    ...     calls = 0
-    ...     def __call__(self, output):
-    ...         self.calls += 1
-    ...         return output * self.calls
-    >>> rising = Rising()
-    >>> _ = rising(2.0)
-    >>> numbers_kept(rising)
-    {'calls': 1}
+    >>> kept = {"calls": 1}
+    >>> numbers_kept([kept, "text"])
+    {"[0]['calls']": 1}
     """
     return dict(_numbers("", value, set()))
 

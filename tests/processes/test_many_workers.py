@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,4 +28,10 @@ print("trained", step.number)
 def test_they_finish(tmp_path: Path, strategy: str, workers: int, steps: int) -> None:
     words = ("run", "--workers", str(workers), "--strategy", strategy, write(tmp_path, TRAIN), str(steps))
     done = finish(start(tmp_path, "-m", "shoal", *words), timeout=300.0)
-    assert (done.code, done.out, done.err) == (0, f"trained {steps}\n", "")
+    # Twelve workers on two cores are not equally fast, and a run says so.
+    said = [
+        line
+        for line in done.err.splitlines()
+        if not re.match(r"shoal: rank \d+ (is .* slower|keeps up)", line)
+    ]
+    assert (done.code, done.out, said) == (0, f"trained {steps}\n", [])

@@ -82,6 +82,7 @@ def test_the_script_says_how_to_repeat_a_seed(tmp_path: Path, rest: list[str]) -
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "python").write_text('#!/bin/sh\necho "python $*"\n')
     (tmp_path / "python").chmod(0o755)
     there = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -89,7 +90,7 @@ def test_the_script_says_how_to_repeat_a_seed(tmp_path: Path, rest: list[str]) -
     def said(*arguments: str) -> list[str]:
         command = ["bash", str(tmp_path / "scripts" / "test"), *arguments]
         return subprocess.run(
-            command, env=there, capture_output=True, text=True, check=True
+            command, env=there, cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout.splitlines()
 
     (plain,) = said(*rest)

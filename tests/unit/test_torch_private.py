@@ -480,6 +480,8 @@ OURS_OR_PYTHONS = {
     "threading",
     "weakref.finalize",
     "multiprocessing.util",
+    "forkserver",
+    "forkserver._forkserver",
 }
 """Modules of Python whose private names are used, and not for torch."""
 

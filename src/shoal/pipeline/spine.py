@@ -300,11 +300,14 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     with ExitStack() as copies:
 
-        def put_back() -> None:
+        def restore() -> None:
             copies.close()
             for table, entries in before:
                 table.clear()
                 table.update(entries)
+
+        def put_back() -> None:
+            restore()
             copies.enter_context(copied_buffers(model))
             for table, entries in before:
                 table.update({name: _copied(one) for name, one in entries.items() if name not in _OF_MODULES})
@@ -315,7 +318,7 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
                 put_back()
                 yield put_back
             finally:
-                put_back()
+                restore()  # the attributes themselves: two modules may share one
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
@@ -325,7 +328,9 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 def _copied(attribute: object) -> object:
     """What a forward pass may change in place is another one with the same contents; the rest as it is."""
     if isinstance(attribute, Tensor) and not attribute.requires_grad:
-        return attribute.clone()
+        # Nobody can write to one number that stands for many, as `trim` leaves it, and its clone would have them all.
+        stands_for_many = attribute.numel() > 1 and not any(attribute.stride())
+        return attribute if stands_for_many else attribute.clone()
     return copy.copy(attribute) if type(attribute) in (list, dict, set, bytearray, deque) else attribute
 
 

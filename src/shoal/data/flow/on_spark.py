@@ -164,8 +164,6 @@ class Spark(Engine):
 
     def _write(self, table: Table, folder: str) -> None:
         """A table as Parquet files, by all workers."""
-        # ibis makes the functions of a flow known to Spark where it executes one, and not where it writes files.
-        self._connection._run_pre_execute_hooks(table)
         self._connection.to_parquet_dir(table, folder)
 
     def _view(self, frame: Any, name: str) -> Table:

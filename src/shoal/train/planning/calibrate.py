@@ -217,7 +217,7 @@ def _microbatch(world: World) -> float:
 
 def _flops(world: World) -> float:
     """Of one worker, in products of matrices, with all others at work."""
-    a = torch.ones(512, 512)
+    a = torch.ones(512, 512, device=world.device)
     return 2 * 512**3 / _timed(world, lambda: a @ a, 6)
 
 
@@ -225,7 +225,7 @@ def _sums(world: World) -> list[tuple[int, float]]:
     """Seconds of an all-reduce by its bytes."""
     found = []
     for exponent in (10, 13, 16, 19, 22):
-        tensor = torch.ones(2**exponent // 4)
+        tensor = torch.ones(2**exponent // 4, device=world.device)
         found.append((2**exponent, _timed(world, lambda t=tensor: world.all_reduce(t).wait(), 6)))  # type: ignore[misc]
     return found
 

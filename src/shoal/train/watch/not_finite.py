@@ -96,7 +96,7 @@ def look(context: StepContext, step: int) -> dict[str, Any]:
     found["bad"] = [
         some[row] for some, rows in zip(ids, bad, strict=False) for row in rows if row < len(some)
     ]
-    if not found["bad"]:
+    if not found["bad"] and not context.skip_nan:  # a run that goes on is as if nobody had looked
         found["gradient"] = _first_gradient(context, step)
     return found
 
@@ -132,8 +132,9 @@ def _bad_rows(batch: Batch) -> list[int]:
 def _first_gradient(context: StepContext, step: int) -> str:
     """The first parameter whose gradient of this rank's own samples is not finite; the step is computed once more.
 
-    Only where a worker has the whole model and computes alone: nobody else would take part. Sums of all ranks have long
-    replaced the gradients themselves.
+    The script's own code runs again for it and may count its calls, so only a run that ends does this. Only where a
+    worker has the whole model and computes alone: nobody else would take part. Sums of all ranks have long replaced the
+    gradients themselves.
     """
     exchange, portion = context.exchange, context.portion
     whole = context.mesh.model.size == 1 and not exchange.cuts_parameters and not exchange.tables.names
