@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data", "tensor", "pipeline", "server"),
     ("exchange",),
     ("checkpoint",),
-    ("plan",),
+    ("plan", "recipe"),
     ("train",),
     ("cluster", "testing", "dashboard"),
     ("selftest", "doctor", "chaos"),
@@ -67,6 +67,7 @@ cycles are forbidden. Copies of checkpoints and what saves them go together, so 
 
 SEEN_BY = {
     "exchange": {"server": {"client", "protocol", "discovery", "rows", "transport"}},
+    "recipe": {"exchange": {"contract", "facts", "local_tensor"}},
     "train": {"exchange": {"contract", "setup", "__init__", "local_tensor", "row_tables", "frozen"}},
 }
 """Which rooms of a lower folder a higher one may enter, where that is not all of them."""

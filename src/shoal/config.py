@@ -3,7 +3,8 @@
     strategy  =  choice { "*" choice } [ "+" choice ]
     choice    =  name [ "(" item { "," item } ")" ]
     item      =  [ name "=" ] value
-    value     =  a number, true, false, a word, or a choice, as in aggregate=trimmed(0.1)
+    value     =  a number, true, false, a word, text in quotes, or a choice, as in aggregate=trimmed(0.1)
+    recipes   =  choice { "&" choice }
 
 The first choice names the exchange; `tpN` and `ppN` fill the tensor and pipeline slots in either order; what
 follows `+` is the compressor. Parsing knows no table: whether a name exists is for `plan/check` to say.
@@ -20,7 +21,8 @@ from shoal.errors import ConfigError
 from shoal.table import did_you_mean
 from shoal.types import Choice, Plan, Value, show
 
-_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z0-9_.\-/:]+)|(?P<sign>[*+(),=]))")
+_TOKEN = re.compile(r"""\s*(?:(?P<word>[A-Za-z0-9_.\-/:]+)|(?P<text>"[^"]*"|'[^']*')|(?P<sign>[*+(),=&]))""")
+_SIGNS = "*+(),=&"
 _DEGREE = re.compile(r"(tp|pp)(\d+)$")
 
 D = TypeVar("D")
@@ -76,6 +78,20 @@ def parse_choice(text: str, kind: str) -> Choice:
     choice = reader.choice()
     reader.end()
     return choice
+
+
+def parse_choices(text: str, kind: str) -> list[Choice]:
+    """Parse choices of one kind, joined by `&`; text in quotes may hold any sign.
+
+    >>> [str(choice) for choice in parse_choices("freeze('encoder.*', until=200) & ema(0.999)", "recipe")]
+    ['freeze("encoder.*", until=200)', 'ema(0.999)']
+    """
+    reader = _Reader(text, kind)
+    choices = [reader.choice()]
+    while reader.take("&"):
+        choices.append(reader.choice())
+    reader.end()
+    return choices
 
 
 def parse_value(text: str) -> Value:
@@ -178,7 +194,7 @@ class _Reader:
             match = _TOKEN.match(text, at)
             if match is None:
                 raise ConfigError(f"{kind} '{text}': cannot read '{text[at:].strip()}'.")
-            self.tokens.append(match["word"] or match["sign"])
+            self.tokens.append(match["word"] or match["text"] or match["sign"])
             at = match.end()
         # A stack, so that taking the next token is a pop.
         self.tokens.reverse()
@@ -190,13 +206,15 @@ class _Reader:
         return False
 
     def word(self) -> str:
-        if not self.tokens or self.tokens[-1] in "*+(),=":
+        if not self.tokens or self.tokens[-1] in _SIGNS:
             found = f"'{self.tokens[-1]}'" if self.tokens else "the end"
             raise ConfigError(f"{self.kind} '{self.text}': expected a name or a value, found {found}.")
         return self.tokens.pop()
 
     def value(self, word: str) -> Value:
         """A plain value; or a choice within the choice, which stays text until somebody asks what it means."""
+        if word[0] in "\"'":
+            return word[1:-1]
         return str(self.choice(word)) if self.tokens[-1:] == ["("] else parse_value(word)
 
     def choice(self, word: str = "") -> Choice:

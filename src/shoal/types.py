@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Value = int | float | bool | str
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.\-/:(),= ]+")
+"""Text that reads back as it is: words, and choices within a choice. All else goes into quotes."""
 
 
 class Promise(enum.Enum):
@@ -38,6 +42,8 @@ def show(value: Value) -> str:
     """A value as the grammar writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return f"'{value}'" if '"' in value else f'"{value}"'
     # 1e+20 would not read back: "+" begins the compressor.
     return str(value).replace("e+", "e") if isinstance(value, float) else str(value)
 

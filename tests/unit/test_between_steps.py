@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.checkpoint.folder import open_folder
 from shoal.errors import ConfigError
+from shoal.recipe.averages import Averages, Ema, Swa, make_average
 from shoal.report.events import read_events
-from shoal.train.technique.averages import Averages, Ema, Swa, make_average
 from shoal.train.technique.early_stop import EarlyStop
 from shoal.types import StepReport
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], act: Callable[[Any],
 
 def test_averages_by_name() -> None:
     assert make_average(None) is None
-    assert make_average("ema(0.9, every=5, warmup=true)") == ("ema", Ema(0.9, 5, True))
+    assert make_average("ema(0.9, every=5, warmup=true)") == Ema(0.9, 5, True)
     assert [Ema(0.9, every=2).weight(step, 0) for step in (1, 2)] == [0.0, pytest.approx(0.1)]
     assert Ema(0.9, warmup=True).weight(1, 0) == pytest.approx(0.9)
     assert [Swa(3, 2).weight(step, 1) for step in (2, 3, 4, 5)] == [0.0, 0.5, 0.0, 0.5]
@@ -201,7 +201,8 @@ def test_an_average_of_half_precision_weights_is_kept_in_single() -> None:
         model=nn.Linear(4, 1).bfloat16(), data=TensorDataset(*(t.bfloat16() for t in data().tensors)), ema=0.9
     )
     list(run.steps(2))
-    averages: Averages = run._context.averages
+    averages = run._context.recipes.averages
+    assert isinstance(averages, Averages)
     assert {extra.held.tensor.dtype for extra in averages.extras()} == {torch.float32}
     assert run.state_dict(weights="ema")["weight"].dtype == torch.bfloat16
 

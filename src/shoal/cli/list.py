@@ -87,6 +87,7 @@ def _slots() -> dict[str, Table[Any]]:
         exchange,
         partition,
         pipeline,
+        recipe,
     )  # torch comes with these: not before they are needed
     from shoal.data import augment
     from shoal.report import trackers
@@ -104,6 +105,7 @@ def _slots() -> dict[str, Table[Any]]:
         "precision": precision.TABLE,
         "schedule": learning_rate.TABLE,
         "clip": clip.TABLE,
+        "recipe": recipe.TABLE,
         "trackers": trackers.TABLE,
     }
 

@@ -26,7 +26,7 @@ mean over the true global count. Where the weight was one over that count alread
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,6 +123,10 @@ class Stepper(ABC):
     def add_gradients(self, gradients: Mapping[str, torch.Tensor], weight: float) -> None:
         """After `finish`: add to the sums what all replicas know alike, × weight, by name and as large as what this
         worker's model has of each parameter. A parameter that had no gradient has one now."""
+
+    def withhold(self, names: Collection[str]) -> None:
+        """After `finish`: as if these parameters had no gradient; the same names on all who hold them."""
+        raise NotImplementedError(f"{type(self).__name__} withholds no gradient of {', '.join(names)}")
 
     @abstractmethod
     def grad_norm(self) -> float:

@@ -11,7 +11,7 @@ torch's FSDP2 (`fully_shard`) does the cutting; docs/concepts/zero3.md says what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -275,6 +275,11 @@ class Zero3(Exchange):
                 self._gradients[name] = mine * weight
                 self._added.append(name)
             self._used[name] = True
+
+    def withhold(self, names: Collection[str]) -> None:
+        for name in names:
+            self._used[name] = False
+            self._gradients.pop(name, None)
 
     def grad_norm(self) -> float:
         # What is not cut is the same on every owner: one of them counts it.

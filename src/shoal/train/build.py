@@ -34,6 +34,7 @@ from shoal.plan.check import (
     replicas_of,
     tensor_options,
 )
+from shoal.recipe.recipes import Recipes
 from shoal.report.meter import Meter
 from shoal.report.spans import Spans
 from shoal.report.words import Words
@@ -54,6 +55,7 @@ from shoal.train.model.restless import Restless
 from shoal.train.model.sync_batchnorm import Presence, own_batchnorm, sync_batchnorm
 from shoal.train.model.whole_model import ModelShape, Whole
 from shoal.train.pipelined import Pipelined, StageJob
+from shoal.train.recipes_of_run import open_recipes, prepare_model, run_recipes
 from shoal.train.record import Recorder
 from shoal.train.rules import (
     check_compile,
@@ -71,7 +73,6 @@ from shoal.train.run_config import RunConfig, adopt_loader, check_kinds
 from shoal.train.server_setup import order_of_use, sharers, uses_servers
 from shoal.train.step_context import StepContext
 from shoal.train.technique import precision
-from shoal.train.technique.averages import Averages
 from shoal.train.technique.clip import make_clip
 from shoal.train.technique.gather import Gather
 from shoal.train.technique.metrics import TrainingMetrics
@@ -113,10 +114,11 @@ def _facts_from(context: StepContext) -> Callable[[], dict[str, object]]:
 
 def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepContext:
     world, feed, clip = mesh.world, make_feed(config, plan, mesh), make_clip(config.clip)
-    chosen = precision.TABLE.look_up(config.precision)
-    model, values, compiler, recorder = _agreed_model(config, plan, mesh, record, feed)
+    chosen, recipes = precision.TABLE.look_up(config.precision), open_recipes(config, plan)
+    model, values, compiler, recorder = _agreed_model(config, plan, mesh, record, feed, recipes)
     given = config.loss or make_own_loss(config, model, feed, world.device, whole=values is None)
-    outline = Outline(model) if config.penalty is not None and parts_models(plan, mesh) else None
+    penalty = recipes.penalty(config.penalty)
+    outline = Outline(model) if penalty is not None and parts_models(plan, mesh) else None
     rules = hook_rules(plan, mesh, config)
     rules.check(model, world.rank == 0)
     shape, blocks, said = ModelShape.of(model), find_blocks(model), Words(mesh)
@@ -125,17 +127,16 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     if compiler is not None:  # inside of what is computed again
         compile_blocks(model, blocks, compiler, lambda: not streams.watching)
     presence, metrics = prepare_layers(config, model, mesh, blocks), _make_metrics(config, plan, mesh)
-    streams, loss = RandomStreams(model, blocks, config.seed), metrics.watch(given, presence)
+    streams, loss = RandomStreams(model, blocks, config.seed), recipes.around(metrics.watch(given, presence))
     buffers, watch = reconcile_buffers(config, plan, mesh, model, words, said)
     looked, inputs = loss if isinstance(given, OwnLoss) else FirstLoss(loss, given), inputs_of(config, model)
     job = StageJob(inputs, looked, chosen, streams, presence, world.device, Spans(), buffers)
     pipelined = Pipelined.of(mesh.stages, job, plan_schedule(plan), model, divided, feed)
     order = order_of_use(make_trial(config, model, feed, world.device)) if uses_servers(plan) else ()
     root = pipelined.root if pipelined is not None else None
-    setup = make_setup(config, plan, mesh, model, divided)
+    setup = make_setup(config, plan, mesh, model, divided, recipes)
     setup = replace(setup, blocks=blocks, root=root, values=values, recorded=bool(record), order=order)
-    setup = replace(setup, spans=job.spans)
-    made = exchange.make_exchange(plan.exchange, setup)
+    made = exchange.make_exchange(plan.exchange, replace(setup, spans=job.spans))
     check_fit(config, plan, made, divided)
     options = tensor_options(plan)
     if pipelined is not None:
@@ -151,7 +152,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         loader=open_data(feed, plan, mesh),
         balance=balance_of(config, bool(record)),
         exchange=made,
-        whole=Whole(mesh, made, shape, divided.layout, divided.same, Averages(config.ema, made, mesh.data)),
+        whole=run_recipes(config, Whole(mesh, made, shape, divided.layout, divided.same, recipes)),
         streams=streams,
         presence=presence,
         buffers=buffers,
@@ -161,7 +162,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh), mesh.tensor),
         split_loss=partial(loss_context, options) if options.loss else None,
         gather=Gather(mesh.data, why_not_gather(config, plan, feed), feed.fill, lambda: presence.counts),
-        penalty=config.penalty,
+        penalty=penalty,
         outline=outline,
         precision=chosen,
         scale=precision.LossScale(dynamic=chosen.scaled),
@@ -179,10 +180,11 @@ def _meets(made: Exchange) -> bool:
 
 
 def _agreed_model(
-    config: RunConfig, plan: Plan, mesh: Mesh, record: str, feed: Feed
+    config: RunConfig, plan: Plan, mesh: Mesh, record: str, feed: Feed, recipes: Recipes
 ) -> tuple[nn.Module, Values | None, Compiler | None, Recorder | None]:
     """The model before anything is cut, the same on all ranks; how to compile it, and who writes its steps down."""
-    model, values, compiler = _make_model(config, plan, mesh, record)
+    model, values, compiler = _make_model(config, plan, mesh, bool(record) or recipes.needs_values)
+    prepare_model(recipes, config, plan, mesh, model)
     recorder = _make_recorder(record, config, plan, mesh.world, feed, model) if record else None
     agree_on_model(model, mesh.data if uses_servers(plan) else mesh.world)
     _check_model(model, plan)
@@ -194,11 +196,21 @@ def _make_metrics(config: RunConfig, plan: Plan, mesh: Mesh) -> TrainingMetrics:
     return TrainingMetrics(config.metrics, mesh, facts_of(plan).updates_alone)
 
 
-def make_setup(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, divided: Divided) -> Setup:
+def make_setup(
+    config: RunConfig,
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    divided: Divided,
+    recipes: Recipes | None = None,
+) -> Setup:
     """What the request, the mesh and the model's division say of the exchange."""
+    make = config.optimizer
+    if recipes is not None:
+        make = recipes.optimizer(make, model, divided.same)
     return Setup(
         model=model,
-        make_optimizer=config.optimizer,
+        make_optimizer=make,
         world=sharers(plan, mesh),
         accumulate=config.accumulate,
         deterministic=config.deterministic,
@@ -221,10 +233,10 @@ def _make_recorder(
 
 
 def _make_model(
-    config: RunConfig, plan: Plan, mesh: Mesh, record: str
+    config: RunConfig, plan: Plan, mesh: Mesh, whole: bool
 ) -> tuple[nn.Module, Values | None, Compiler | None]:
     """The model on its device, or on none where its parameters are made when they have been cut; how to compile it."""
-    deferred = cuts_parameters(plan) and mesh.model.size == 1 and not record
+    deferred = cuts_parameters(plan) and mesh.model.size == 1 and not whole
     dtype = precision.TABLE.look_up(config.precision).model
     made, values = make_model(config.model, config.seed, dtype, deferred)
     model, theirs = uncompiled(made)

@@ -322,7 +322,7 @@ class Run(RunConfig):
                 phase,
                 lambda: remedies_of_evaluation(batch or given or 1, context.mesh.data.size),
             ),
-            context.averages.in_place(weights),
+            context.recipes.in_place(weights),
         ):
             found = evaluate(context, data, measures, batch)
         answers.note(what, [found.loss, found.count, found.metrics])
@@ -354,11 +354,11 @@ class Run(RunConfig):
     def state_dict(self, weights: str | None = None) -> dict[str, torch.Tensor]:
         """The whole model on rank 0, on the CPU; empty on other ranks. Every rank calls it.
 
-        `weights`: "ema" or "swa" gives the average that the run keeps.
+        `weights`: "ema" or "swa" gives the average that the run keeps, "export" what recipes make of it in the end.
         """
-        with self._calls.together("run.state_dict"), self._context.averages.in_place(weights):
+        with self._calls.together("run.state_dict"), self._context.recipes.in_place(weights):
             whole = self._context.whole.state_dict()
-        return whole if self.world.rank == 0 else {}
+        return self._context.recipes.export(weights, whole) if self.world.rank == 0 else {}
 
     def _kept(self) -> CheckpointConfig:
         """What is asked for of checkpoints."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -20,6 +20,7 @@ from shoal.data.sampler import Sampler
 from shoal.data.source import Source, Stream
 from shoal.errors import ConfigError
 from shoal.optimizer import MakeOptimizer
+from shoal.recipe.contract import Recipe
 from shoal.report.profile import profile_steps
 from shoal.report.trackers.send import tracker_names
 from shoal.table import did_you_mean
@@ -78,6 +79,9 @@ class RunConfig:
     moves. A ReduceLROnPlateau of your own moves only by `run.schedule_step(metric)`."""
     schedule_every: str = "step"
     """When the schedule moves: after each "step", after each "epoch", or by "call" of `run.schedule_step`."""
+    recipes: str | Recipe | Sequence[str | Recipe] = ""
+    """What to train for beside the loss, as "prune(0.8, begin=100, end=900) & ema(0.999)", or objects in a list; they
+    act in this order. `shoal list recipe` shows them."""
     ema: float | str | None = None
     """Weights beside the weights: a decay such as 0.999, "ema(0.999, every=10)", or "swa(start=1000)"."""
     accumulate: int = 1

@@ -29,6 +29,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
 
     exchange.begin(view)
     context.join(view.joined)
+    context.recipes.before_step(view.step)
     meter.mark("exposed")
 
     # The global count is known only after the step; the last step's count per sample foretells it, most often exactly.
@@ -74,7 +75,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
         lr=float(exchange.optimizer.param_groups[0]["lr"]),
         grad_norm=done.norm,
         skipped=done.skipped,
-        metrics=context.metrics.take(),
+        metrics={**context.metrics.take(), **context.recipes.report()},
     )
 
 
@@ -101,7 +102,7 @@ def _update(context: StepContext, step: int, loss: float, count: float, expected
         return _Update(skipped=True)
 
     # Gradients hold sum × scale / expected, so this is 1 wherever the count was foretold and nothing is scaled.
-    mean = context.show_gradients(expected / (count * scale.value))
+    mean = context.show_gradients(step, expected / (count * scale.value))
     norm = None
     if scale.dynamic or context.skip_nan or isinstance(clip, ByNorm):
         norm = exchange.grad_norm() * mean
@@ -119,8 +120,9 @@ def _update(context: StepContext, step: int, loss: float, count: float, expected
     if isinstance(clip, ByNorm) and norm is not None:
         factor *= min(1.0, clip.limit / (norm + 1e-6))
     exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
+    context.recipes.applied(step)
     exchange.publish()
-    context.averages.update(step)
+    context.recipes.published(step)
     if recorder is not None:
         recorder.parameters(step, context.whole.parameters())
     exchange.rescale(scale.succeeded())

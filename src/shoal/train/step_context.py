@@ -15,6 +15,7 @@ from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange, JoinState, Tally
+from shoal.recipe.recipes import Recipes
 from shoal.report.meter import Meter
 from shoal.report.words import Words
 from shoal.train.balancing.balancing import Balancing, key_for
@@ -27,7 +28,6 @@ from shoal.train.model.sync_batchnorm import Presence
 from shoal.train.model.whole_model import Whole
 from shoal.train.pipelined import Pipelined
 from shoal.train.record import Recorder
-from shoal.train.technique.averages import Averages
 from shoal.train.technique.clip import Clip
 from shoal.train.technique.gather import Gather
 from shoal.train.technique.gradients import OnGradients, show_gradients
@@ -111,8 +111,10 @@ class StepContext:
         self.exchange.reopen(data, model_world)
         self.gather.reopen(data)
 
-    def show_gradients(self, mean: float) -> float:
-        """Let the user see gradients, if asked for. What makes a mean of them then, given what does before."""
+    def show_gradients(self, step: int, mean: float) -> float:
+        """Let recipes, and the user if asked for, see gradients. What makes a mean of them then, given what does
+        before."""
+        self.recipes.on_gradients(step, mean)
         if self.on_gradients is None:
             return mean
         show_gradients(self.exchange, mean, self.on_gradients)
@@ -182,8 +184,8 @@ class StepContext:
         """Everybody."""
         self.rates_given: Any = rates(self.exchange.optimizer)
         """Learning rates and momenta as the script sets them."""
-        self.averages: Averages = self.whole.averages
-        """Weights beside the weights."""
+        self.recipes: Recipes = self.whole.recipes
+        """What the run trains for beside its loss."""
         self.savers: World = self.mesh.data if self.exchange.uses_servers else self.mesh.world
         """Those who save and load together."""
         self.converts = not fits_as_it_is(self.world.device, self.precision.model)

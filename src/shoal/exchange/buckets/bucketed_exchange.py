@@ -22,7 +22,7 @@ mode all of them do what zero2 does, into a vector of the slice's size, and so a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -277,6 +277,14 @@ class BucketedExchange(Exchange):
             if piece.name in gradients:
                 part = gradients[piece.name].reshape(-1)[piece.offset : piece.offset + piece.numel]
                 summed.add_(part.view(summed.shape), alpha=weight)
+
+    def withhold(self, names: Collection[str]) -> None:
+        self._gradient_buckets.forget(names)
+        withheld = [piece for piece, _ in self.pieces if piece.name in names]
+        leave_unused(self.reducer, self.buckets, withheld, self._results, self.ranges)
+        for (piece, _), summed in zip(self.pieces, self._gradients_of_pieces, strict=True):
+            if piece.name in names:
+                summed.zero_()  # nothing of it is in the norm
 
     def grad_norm(self) -> float:
         # Each worker looks at its own slice even where it holds everything: less to read, and the same sum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter, perf_counter_ns
 from typing import Protocol
 
@@ -86,6 +86,10 @@ class GradientBuckets:
     def use(self, name: str) -> None:
         """This parameter has a gradient, though no backward pass has brought one."""
         self.used[self._index[name]] = True
+
+    def forget(self, names: Collection[str]) -> None:
+        """These parameters have no gradient, though a backward pass has brought one."""
+        self.used = [flag and name not in names for name, flag in zip(self.names, self.used, strict=True)]
 
     @property
     def bits(self) -> str:

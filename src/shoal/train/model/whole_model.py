@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.exchange.contract import Exchange, ExtraState, State
+from shoal.checkpoint.layout.region import Region
+from shoal.exchange.contract import Exchange, ExtraState, LocalShard, State
+from shoal.recipe.recipes import Recipes
 from shoal.tensor.layout import TensorLayout, join
-from shoal.train.technique.averages import Averages
 from shoal.world.mesh import Mesh
 from shoal.world.world import World
 
@@ -53,8 +54,8 @@ class Whole:
     layout: TensorLayout
     same: Mapping[str, str]
     """Names of this stage's copies of a weight or buffer that another stage answers for -> its first name."""
-    averages: Averages
-    """Weights beside the weights."""
+    recipes: Recipes
+    """What the run trains for beside its loss, and the state of that."""
 
     def tensors(self) -> Tensors:
         """Every parameter and stored buffer."""
@@ -100,7 +101,17 @@ class Whole:
 
     def extras(self, saving: bool) -> list[ExtraState]:
         """What is saved besides parameters, buffers and the optimizer's state."""
-        return [*self.exchange.extras(saving), *self.averages.extras()]
+        return [*self.exchange.extras(saving), *self.recipes.extras()]
+
+    def region(self, held: LocalShard) -> Region:
+        """Where what is held of a parameter lies in the parameter itself."""
+        shape = tuple(self.shape.sizes[self.first(held.name)])
+        stop = held.start + held.tensor.numel()
+        piece = self.layout.pieces.get(held.name)
+        if piece is None:
+            return Region(shape, 0, ((0, shape[0]),) if shape else (), held.start, stop)
+        spans = tuple(piece.spans(self.layout.degree, self.mesh.tensor.rank))
+        return Region(shape, piece.dim, spans, held.start, stop)
 
     def first(self, name: str) -> str:
         """The name under which the whole model knows a parameter."""

@@ -16,6 +16,7 @@ from shoal.exchange.contract import Exchange
 from shoal.exchange.setup import Setup
 from shoal.optimizer import check_trainable
 from shoal.plan.check import check_device, check_text, promise_of
+from shoal.recipe.recipes import Recipes
 from shoal.report.meter import Meter
 from shoal.report.spans import Spans
 from shoal.report.words import Words
@@ -35,7 +36,6 @@ from shoal.train.rules import check_layers, check_numbers
 from shoal.train.run_config import RunConfig
 from shoal.train.step_context import StepContext
 from shoal.train.technique import precision
-from shoal.train.technique.averages import Averages
 from shoal.train.technique.clip import make_clip
 from shoal.train.technique.gather import Gather
 from shoal.train.technique.metrics import TrainingMetrics
@@ -83,7 +83,7 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
         loader=open_data(feed, plan, mesh),
         balance=balance_of(config, bool(record)),
         exchange=made,
-        whole=Whole(mesh, made, shape, Divided().layout, {}, Averages(None, made, mesh.data)),
+        whole=Whole(mesh, made, shape, Divided().layout, {}, Recipes()),
         streams=streams,
         presence=presence,
         buffers=None,

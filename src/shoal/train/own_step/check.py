@@ -26,6 +26,7 @@ _WITHOUT = (
     "compile",
     "metrics",
     "ema",
+    "recipes",
 )
 """Fields of a run that the user's step does instead, or that would call it on parts of a batch."""
 

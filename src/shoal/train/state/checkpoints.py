@@ -393,7 +393,7 @@ class Checkpoints:
             "numbers": context.mesh.data.gather_values({**self._own(), **context.exchange.numbers()}),
             "ties": dict(context.whole.shape.others),
             "rates": self._rates_by_hand(progress),
-            "averages": context.averages.state(),
+            "recipes": context.recipes.state(),
             "early_stop": progress.early_stop.state() if progress.early_stop is not None else None,
             "best": asdict(progress.best) if progress.best is not None else None,
         }

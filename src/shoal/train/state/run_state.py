@@ -6,7 +6,7 @@
     optimizer/KEY/NAME    numbers per element are cut like the parameter; others belong to it as a whole
     warm@3/NAME           what worker 3 has found out and would find again
     KIND/NAME             what else an exchange keeps, all replicas the same; KIND@3/NAME: as replica 3 has it
-    ema/NAME, swa/NAME    the average of a parameter, cut by elements over the replicas
+    ema/NAME, prune-mask/NAME  what recipes keep of each element of a parameter
     rows/NAME/COLUMN      of a SparseEmbedding: id, values, state, step and clock of every row, by ascending ids
 
 A weight that several stages hold is one weight, under its first name.
@@ -93,7 +93,7 @@ def restore(whole: Whole, reader: Reader) -> None:
     paths = _check_names(whole, reader)
     with torch.no_grad():
         for held in whole.exchange.parameter_shards():
-            reader.read_into(paths[whole.first(held.name)], _region(whole, held), held.tensor)
+            reader.read_into(paths[whole.first(held.name)], whole.region(held), held.tensor)
         data, alike = whole.mesh.data, reader.manifest.state.get("replicas") == whole.mesh.data.size
         for name, buffer in whole.buffers().items():
             own = f"buffer@{data.rank}/{name}"
@@ -112,7 +112,7 @@ def restore_optimizer(whole: Whole, reader: Reader) -> None:
         size, mine = whole.shape.sizes[whole.first(target.name)], {}
         for key, path in entries.items():
             if key in each and reader.manifest.tensors[path].shape == tuple(size):
-                part = reader.read(path, _region(whole, target)).view(target.tensor.shape)
+                part = reader.read(path, whole.region(target)).view(target.tensor.shape)
                 mine[key] = _like(part, target.tensor, reader.manifest, whole.first(target.name))
             else:
                 mine[key] = reader.read(path)
@@ -156,7 +156,7 @@ def restore_owned(whole: Whole, reader: Reader) -> None:
     same = before == whole.mesh.data.size and state.get("holders", 0) == holders(whole)
     for owned in whole.extras(saving=False):
         held, name = owned.held, whole.first(owned.held.name)
-        region, mine = _region(whole, held), f"{owned.kind}@{rank}/{name}"
+        region, mine = whole.region(held), f"{owned.kind}@{rank}/{name}"
         theirs = [f"{owned.kind}@{k}/{name}" for k in range(before) if f"{owned.kind}@{k}/{name}" in stored]
         paths = [f"{owned.kind}/{name}"] if owned.alike else [mine] if same else theirs
         if not paths or paths[0] not in stored:
@@ -226,7 +226,7 @@ def _holding(whole: Whole, holdings: Holdings, path: str, held: LocalShard, valu
     sign = (path, held.start, value.numel(), value.dtype)
     if sign not in holdings:
         each = value.shape == held.tensor.shape and (value.dim() > 0 or value is held.tensor)
-        region = _region(whole, held) if each else Region.whole(value.shape)
+        region = whole.region(held) if each else Region.whole(value.shape)
         holdings[sign] = Holding(path, region, value.dtype)
     return holdings[sign]
 
@@ -250,17 +250,6 @@ def _buffers(whole: Whole) -> Iterator[tuple[Holding, torch.Tensor]]:
                 continue
             region = Region.whole(buffer.shape)
             yield Holding(f"buffer@{data.rank}/{name}", region, buffer.dtype, shared=False), buffer
-
-
-def _region(whole: Whole, held: LocalShard) -> Region:
-    """Where what is held of a parameter lies in the parameter itself."""
-    shape = tuple(whole.shape.sizes[whole.first(held.name)])
-    stop = held.start + held.tensor.numel()
-    piece = whole.layout.pieces.get(held.name)
-    if piece is None:
-        return Region(shape, 0, ((0, shape[0]),) if shape else (), held.start, stop)
-    spans = tuple(piece.spans(whole.layout.degree, whole.mesh.tensor.rank))
-    return Region(shape, piece.dim, spans, held.start, stop)
 
 
 def _check_names(whole: Whole, reader: Reader) -> dict[str, str]:

@@ -65,8 +65,7 @@ def take_over(context: StepContext, reader: Reader) -> Progress:
     if state.get("rates"):
         set_rates(context.exchange.optimizer, state["rates"])
         sentences.append("learning rates are those that were set by run.optimizer")
-    if context.averages.go_on(state.get("averages")):
-        sentences.append(f"it has no {context.averages.name}, which begins with the weights as they are now")
+    sentences += context.recipes.go_on(state.get("recipes", {}))
     for sentence in sentences if context.savers.rank == 0 else ():
         print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
     return Progress(reader.manifest.step, state["schedule"], early_stop_was=state.get("early_stop"))

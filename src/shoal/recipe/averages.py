@@ -4,6 +4,8 @@ Each worker keeps the average of an equal share of the parameters, and moves it 
 there. Where a worker holds only its rows of each parameter, it averages those. So an average costs the memory of one
 more copy of the model, divided by the workers, and no communication before somebody looks at it.
 
+When to use: the last steps of a run are noisy; the average is evaluated, and saved, in place of the weights.
+
 Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; Izmailov et al., "Averaging Weights
 Leads to Wider Optima and Better Generalization", UAI 2018.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -21,18 +23,28 @@ from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange, ExtraState, LocalShard, trainable
 from shoal.exchange.local_tensor import local
+from shoal.recipe.contract import Recipe, Running, RunView
 from shoal.table import Table
 from shoal.torch_private import foreach_lerp_
 from shoal.world.world import World
+
+_REFUSES = {
+    "uses_servers": "servers hold the parameters, and a worker that comes, goes or is slow does not see all of their "
+    "values; leave ema out, or use ddp, a zero or shared",
+    "updates_alone": "each worker trains alone between two meetings, and no weights are there to average; leave ema "
+    "out, or use ddp, a zero or shared",
+}
 
 _GAP = 64
 """Elements between two parameters of one vector that are averaged with them, so that it is one operation."""
 
 
 @dataclass(frozen=True)
-class Ema:
+class Ema(Recipe):
     """average = decay × average + (1 - decay) × weights, from the initial weights on."""
 
+    summary: ClassVar[str] = "an exponential moving average of the weights, beside them"
+    refuses: ClassVar[Mapping[str, str]] = _REFUSES
     decay: float
     every: int = 1
     """Steps between two updates of the average."""
@@ -46,6 +58,9 @@ class Ema:
                 "every at least 1."
             )
 
+    def run(self, view: RunView) -> Running:
+        return Averages(self, view.exchange, view.mesh.data)
+
     def weight(self, step: int, updates: int) -> float:
         """How much the weights of this step count, the first being 1; 0 where they do not."""
         if step % self.every:
@@ -54,15 +69,20 @@ class Ema:
 
 
 @dataclass(frozen=True)
-class Swa:
+class Swa(Recipe):
     """The mean of the weights after step `start`, and after each `every` steps from then on."""
 
+    summary: ClassVar[str] = "the mean of the weights from a step on, beside them"
+    refuses: ClassVar[Mapping[str, str]] = _REFUSES
     start: int
     every: int = 1
 
     def __post_init__(self) -> None:
         if self.start < 1 or self.every < 1:
             raise ConfigError(f"swa: start={self.start}, every={self.every}; both are at least 1.")
+
+    def run(self, view: RunView) -> Running:
+        return Averages(self, view.exchange, view.mesh.data)
 
     def weight(self, step: int, updates: int) -> float:
         """How much the weights of this step count, the first being 1; 0 where they do not."""
@@ -71,32 +91,31 @@ class Swa:
 
 
 Average = Ema | Swa
-TABLE: Table[type[Average]] = Table("average", {"ema": Ema, "swa": Swa})
+_KINDS: Table[type[Average]] = Table("average", {"ema": Ema, "swa": Swa})
 
 
-def make_average(given: float | str | None) -> tuple[str, Average] | None:
-    """A number is a decay; text names the way.
+def make_average(given: float | str | None) -> Average | None:
+    """What `ema=` of `Run` stands for: a number is a decay; text names the way.
 
     >>> make_average(0.999), make_average("swa(start=100)")
-    (('ema', Ema(decay=0.999, every=1, warmup=False)), ('swa', Swa(start=100, every=1)))
+    (Ema(decay=0.999, every=1, warmup=False), Swa(start=100, every=1))
     """
     if given is None:
         return None
     if not isinstance(given, str):
-        return "ema", Ema(float(given))
+        return Ema(float(given))
     choice = parse_choice(given, "ema")
-    made: Average = fill_options(choice, TABLE.look_up(choice.name))
-    return choice.name, made
+    made: Average = fill_options(choice, _KINDS.look_up(choice.name))
+    return made
 
 
-class Averages:
-    """The average that a run keeps, or none. All but `update` is collective."""
+class Averages(Running):
+    """The average that a run keeps. All but `published` is collective."""
 
-    def __init__(self, given: float | str | None, exchange: Exchange, data: World) -> None:
+    def __init__(self, rule: Average, exchange: Exchange, data: World) -> None:
         """`data`: those who hold the same parameters for other samples."""
-        made = make_average(given)
-        self.name = made[0] if made else ""
-        self._rule = made[1] if made else None
+        self.name = type(rule).__name__.lower()
+        self._rule = rule
         self._exchange = exchange
         self._data = data
         self._updates = 0
@@ -106,18 +125,14 @@ class Averages:
         self._values: list[torch.Tensor] = []
         """What is averaged, in as few tensors as memory allows."""
         self._address = 0
-        if self._rule is None:
-            return
         self._check(exchange)
         self._parameters = trainable(exchange.module)
         self._shares = self._divide()
         self._probe = next(iter(self._parameters.values()), None)
         self._follow()
 
-    def update(self, step: int) -> None:
+    def published(self, step: int) -> None:
         """The weights of this step, counted from 0, are there."""
-        if self._rule is None:
-            return
         weight = self._rule.weight(step + 1, self._updates)
         if weight == 0.0:
             return
@@ -137,8 +152,7 @@ class Averages:
             yield
             return
         if weights != self.name:
-            keeps = f"keeps {self.name}" if self.name else "keeps no average; give Run ema=0.999"
-            raise ConfigError(f"weights='{weights}': this run {keeps}.")
+            raise ConfigError(f"weights='{weights}': this run keeps {self.name}.")
         if self._updates == 0 and isinstance(self._rule, Swa):
             yield  # nothing has been averaged: the weights are all there is
             return
@@ -162,47 +176,33 @@ class Averages:
 
     def extras(self) -> list[ExtraState]:
         """The average as it lies on this worker."""
-        if self._rule is None:
-            return []
         self._follow()
         held = [LocalShard(name, start, average) for name, (start, average) in self._parts.items()]
         return [ExtraState(self.name, shard, alike=True) for shard in held]
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict[str, object]:
         """What else to know of it."""
-        return None if self._rule is None else {"name": self.name, "updates": self._updates}
+        return {"name": self.name, "updates": self._updates}
 
-    def go_on(self, state: Mapping[str, Any] | None) -> bool:
-        """After `extras` have been filled from a checkpoint; begins with the weights where it had no such average.
-
-        Whether it had to begin.
-        """
-        if self._rule is None:
-            return False
+    def go_on(self, state: Mapping[str, object] | None) -> str:
+        """After `extras` have been filled from a checkpoint; begins with the weights where it had no such average."""
         if state is not None and state["name"] == self.name:
-            self._updates = state["updates"]
-            return False
+            self._updates = int(str(state["updates"]))
+            return ""
         here = self._here()
         self._updates = 0
         for name, (start, average) in self._parts.items():
             value = here[name]
             whole = value.numel() == average.numel()
             average.copy_(value if whole else value.view(-1)[start : start + average.numel()])
-        return True
+        return f"it has no {self.name}, which begins with the weights as they are now"
 
     # Where things lie.
 
     def _check(self, exchange: Exchange) -> None:
-        if exchange.uses_servers:
-            raise ConfigError(
-                f"ema={self.name}: servers hold the parameters, and a worker that comes, goes or is slow does not see "
-                "all of their values; leave ema out, or use ddp, a zero or shared."
-            )
-        if exchange.updates_alone:
-            raise ConfigError(
-                f"ema={self.name}: each worker trains alone between two meetings, and no weights are there to average; "
-                "leave ema out, or use ddp, a zero or shared."
-            )
+        for reason in ("uses_servers", "updates_alone"):
+            if getattr(exchange, reason):
+                raise ConfigError(f"ema={self.name}: {_REFUSES[reason]}.")
         if exchange.tables.names:
             raise ConfigError(
                 f"ema={self.name}: the rows of '{exchange.tables.names[0]}' would not be averaged; leave ema out, or "

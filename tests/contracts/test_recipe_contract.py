@@ -1,0 +1,238 @@
+"""Every recipe of the table: what it computes under each strategy is what one process computes, or it is refused.
+
+In float64, on toys whose sizes nothing divides, with clipped gradients. Checkpoints hold the state of recipes: one that
+is written in the middle of a schedule by any strategy goes on under any other, and under its own bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import exchange, recipe
+from shoal.config import parse_strategy
+from shoal.errors import ConfigError
+from shoal.recipe.contract import REASONS, refusal
+from shoal.testing.parity import ParityTrace, largest_difference, take_step, toy_order, trace_run
+from shoal.testing.spawn import spawn
+from shoal.testing.toys import TABLE as TOYS
+from shoal.train.build import build
+from shoal.train.run_config import RunConfig
+from shoal.train.state.checkpoints import CheckpointConfig, Checkpoints
+from shoal.train.state.progress import Progress
+from shoal.train.step_context import StepContext
+from shoal.types import Promise
+from shoal.world.world import World
+
+STEPS = 6
+HALF = 3
+RECIPES = {
+    "prune": "prune(0.6, begin=2, end=5, every=1)",
+    "prune of layers by movement": "prune(0.5, end=4, every=2, kind=movement, scope=layer)",
+    "prune at random": "prune(0.7, begin=2, kind=random)",
+    "prune two of four": "prune(0.5, begin=3, pattern='2:4')",
+    "prune blocks": "prune(0.5, begin=1, end=4, every=1, pattern=block, block=3)",
+    "freeze": "freeze('*.weight', until=3)",
+    "freeze for good": "freeze('*bias') & prune(0.3, begin=4)",
+    "rate": "rate('*.weight', 0.25)",
+    "layer_decay": "layer_decay(0.5) & ema(0.5)",
+    "ema": "ema(0.9)",
+    "swa": "swa(start=2) & prune(0.5, begin=3)",
+}
+"""The first word is the recipe in question."""
+STATEFUL = "prune(0.5, begin=2, end=5, every=1, kind=movement) & freeze('*bias', until=4) & ema(0.9)"
+STRATEGIES = {
+    2: [
+        "ddp",
+        "zero1(bucket_mb=0.002)",
+        "zero2",
+        "zero3",
+        "shared",
+        "ddp * tp2",
+        "ddp * pp2(microbatches=2)",
+    ],
+    4: ["zero1 * tp2", "zero3 * pp2(microbatches=2)", "zero3(replicas=2)", "shared * tp2"],
+}
+SERVERS = "ps(servers=1)"
+WHERE = {
+    "uses_servers": "ps",
+    "updates_alone": "local(4)",
+    "cuts_parameters": "zero3",
+    "compresses": "ddp + int8",
+}
+WHERE |= {"tensor": "ddp * tp2", "pipeline": "ddp * pp2"}
+
+
+def config_of(toy: str, strategy: str, recipes: str) -> RunConfig:
+    return replace(toy_order(TOYS[toy], strategy), recipes=recipes, clip=0.3)
+
+
+def toy_for(recipes: str) -> str:
+    return "stack" if "2:4" in recipes else "odd"
+
+
+@cache
+def alone(recipes: str) -> ParityTrace:
+    return trace_run(World.alone(), config_of(toy_for(recipes), "solo", recipes), STEPS)
+
+
+def traces(world: World, strategies: list[str], recipes: list[str]) -> dict[tuple[str, str], ParityTrace]:
+    return {
+        (strategy, text): trace_run(world, config_of(toy_for(text), strategy, text), STEPS)
+        for text in recipes
+        for strategy in strategies
+    }
+
+
+def compare(strategies: list[str], recipes: list[str], workers: int) -> None:
+    for rank, found in enumerate(spawn(traces, workers, strategies, recipes, timeout=300)):
+        for (strategy, text), trace in found.items():
+            if rank and strategy == SERVERS and not trace.losses:
+                continue  # a worker that was late for every part
+            gap, where = largest_difference(alone(text), trace)
+            assert gap < 1e-10, f"{text} under {strategy}, rank {rank}: {gap:.2e} at {where}"
+            for name, value in alone(text).parameters.items():
+                same = torch.equal(value == 0, trace.parameters[name] == 0)
+                assert same, f"{text} under {strategy}: other entries of {name} are zero"
+
+
+def test_every_recipe_is_tried() -> None:
+    assert {name.split()[0] for name in RECIPES} == set(recipe.TABLE), "give RECIPES one that uses it"
+    for name, kind in recipe.TABLE.items():
+        assert isinstance(kind.promise, Promise)
+        assert set(kind.refuses) <= set(REASONS), name
+
+
+def test_recipes_do_something() -> None:
+    """Or parity would prove nothing."""
+    plain = trace_run(World.alone(), config_of("odd", "solo", ""), STEPS)
+    for name, text in RECIPES.items():
+        if toy_for(text) == "odd" and name not in ("ema",):
+            assert largest_difference(plain, alone(text))[0] > 1e-4, name
+    zeros = sum(int((value == 0).sum()) for value in alone(RECIPES["prune"]).parameters.values())
+    sizes = sum(value.numel() for value in plain.parameters.values() if value.dim() > 1)
+    assert zeros == int(0.6 * sizes)
+    assert all((value.view(-1, 4) == 0).sum(1).min() >= 2 for value in two_of_four())
+
+
+def two_of_four() -> list[torch.Tensor]:
+    found = alone(RECIPES["prune two of four"]).parameters.values()
+    return [value for value in found if value.dim() > 1 and value.shape[-1] % 4 == 0]
+
+
+def test_two_workers_compute_what_one_does() -> None:
+    texts = list(RECIPES.values())
+    compare(STRATEGIES[2], texts[:1] + texts[5:6], 2)
+    # All strategies meet all recipes with --all.
+    compare(["zero1(bucket_mb=0.002)", "zero3"], texts[1:5] + texts[6:], 2)
+
+
+def test_servers_follow_what_acts_on_workers_alone() -> None:
+    compare([SERVERS], [RECIPES["freeze"], RECIPES["rate"]], 2)
+
+
+@pytest.mark.all_only
+@pytest.mark.parametrize("workers", [2, 4])
+def test_every_recipe_under_every_strategy(workers: int) -> None:
+    compare(STRATEGIES[workers], list(RECIPES.values()), workers)
+
+
+@pytest.mark.parametrize("name", recipe.TABLE)
+def test_what_a_recipe_cannot_do_is_refused_before_anything_starts(name: str) -> None:
+    text = next(text for title, text in RECIPES.items() if title.split()[0] == name)
+    one = next(r for r in recipe.make_recipes(text) if recipe.name_of(r) == name)
+    for reason, strategy in WHERE.items():
+        plan = parse_strategy(strategy)
+        said = refusal(one, name, plan, exchange.TABLE.look_up(plan.exchange.name))
+        assert bool(said) == (reason in one.refuses), f"{name} under {strategy}"
+        if said:
+            with pytest.raises(ConfigError, match="recipes="):
+                build(config_of("odd", strategy if plan.tensor is None else "solo", text), World.alone(), "")
+
+
+# State
+
+
+def parts_of(world: World, strategy: str) -> StepContext:
+    return build(config_of("odd", strategy, STATEFUL), world, "")[1]
+
+
+def contents(parts: StepContext) -> dict[str, torch.Tensor]:
+    found = {f"parameter/{name}": value for name, value in parts.whole.parameters().items()}
+    with parts.recipes.in_place("ema"):
+        found |= {f"ema/{name}": value for name, value in parts.whole.parameters().items()}
+    return found
+
+
+def halves(world: World, strategies: list[str], root: str) -> list[str]:
+    """Save in the middle, go on; and go on again from what was saved: the same bits."""
+    wrong = []
+    for number, strategy in enumerate(strategies):
+        parts = parts_of(world, strategy)
+        for step in range(HALF):
+            take_step(parts, step)
+        folder = Path(root) / f"{world.size}-{number}"
+        Checkpoints(parts, strategy, CheckpointConfig(folder)).save("half", Progress(HALF))
+        for step in range(HALF, STEPS):
+            take_step(parts, step)
+        wanted = contents(parts)
+        for place in sorted(Path(root).iterdir()):
+            again = parts_of(world, strategy)
+            Checkpoints(again, strategy, CheckpointConfig(place)).resume()
+            for step in range(HALF, STEPS):
+                take_step(again, step)
+            for name, value in contents(again).items():
+                gap = float((value - wanted[name]).abs().max())
+                if gap > (0.0 if place == folder else 1e-10):
+                    wrong.append(f"{place.name} -> {strategy} on {world.size}: {name} differs by {gap:.2e}")
+        world.barrier()
+    return wrong
+
+
+def test_a_run_goes_on_in_the_middle_of_a_schedule(tmp_path: Path) -> None:
+    assert halves(World.alone(), ["solo"], str(tmp_path)) == []
+    two = ["zero1(bucket_mb=0.002)", "zero3", "ddp * tp2"]
+    for wrong in spawn(halves, 2, two, str(tmp_path), timeout=300):
+        assert wrong == []
+
+
+def test_a_checkpoint_without_the_recipe_begins_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = build(config_of("odd", "solo", ""), World.alone(), "")[1]
+    take_step(plain, 0)
+    Checkpoints(plain, "solo", CheckpointConfig(tmp_path)).save("plain", Progress(1))
+    parts = build(config_of("odd", "solo", RECIPES["prune"]), World.alone(), "")[1]
+    Checkpoints(parts, "solo", CheckpointConfig(tmp_path)).resume()
+    assert "it has no prune, which begins with the weights as they are now" in capsys.readouterr().err
+    assert take_step(parts, 4).metrics["sparsity"] == pytest.approx(0.6, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "words"),
+    [
+        ("prune", "prune needs sparsity"),
+        ("prune(0.8, begin=9, end=3)", "a cubic schedule needs an end that comes later"),
+        ("prune(1.5)", "it is the share of weights that become zero"),
+        ("prune(0.5, kind=size)", "kind=size; it is one of magnitude, movement, random"),
+        ("prune(0.8, pattern='2:4')", "pattern=2:4 makes half of the weights zero at once"),
+        ("prune(0.5, names=scale)", "no parameter that fits 'scale' has two dimensions"),
+        ("prune(0.5, names=first, pattern='2:4')", "'first.weight' of [131, 5] has no whole groups of four"),
+        ("freeze(encoder)", "freeze: no parameter fits 'encoder'"),
+        ("freeze(first, until=-1)", "until=-1; it is a number of steps"),
+        ("rate(first, -1)", "a learning rate is not negative"),
+        ("layer_decay(2)", "it is above 0 and at most 1"),
+        ("ema(0.9) & swa(start=2)", "a run keeps one average of its weights"),
+        ("ema(0.9) + prune(0.5)", "recipes 'ema(0.9) + prune(0.5)': cannot read from '+' on"),
+        ("distil", "unknown recipe 'distil'"),
+        (7, "recipes= is a int"),
+    ],
+)
+def test_mistakes_are_said_in_a_sentence(recipes: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(config_of("odd", "solo", recipes), World.alone(), "")
+    assert words in str(caught.value)
