@@ -28,8 +28,7 @@ def run_step(context: StepContext, view: StepView) -> StepReport:
     meter.mark("data")
 
     exchange.begin(view)
-    context.join(view.joined)
-    context.recipes.before_step(view.step)
+    context.open_step(view)
     meter.mark("exposed")
 
     # The global count is known only after the step; the last step's count per sample foretells it, most often exactly.

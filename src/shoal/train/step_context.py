@@ -14,7 +14,7 @@ from shoal.data.batch import Batch, Inputs, fits_as_it_is
 from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
-from shoal.exchange.contract import Exchange, JoinState, Tally
+from shoal.exchange.contract import Exchange, JoinState, StepView, Tally
 from shoal.recipe.recipes import Recipes
 from shoal.report.meter import Meter
 from shoal.report.words import Words
@@ -167,6 +167,11 @@ class StepContext:
         if self.exchange.tables.may_prefetch(step + 1) and isinstance(self.loader, Loader):
             coming = self.loader.peek(step + 1).batches
             self.exchange.tables.prefetch(step + 1, portion.batches, coming)
+
+    def open_step(self, view: StepView) -> None:
+        """Parameters are fresh, and nothing is computed yet."""
+        self.join(view.joined)
+        self.recipes.before_step(view.step)
 
     def join(self, state: JoinState | None) -> None:
         """Go on from what running workers know; None: there is nothing to take over."""
