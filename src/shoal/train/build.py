@@ -55,7 +55,6 @@ from shoal.train.model.restless import Restless
 from shoal.train.model.sync_batchnorm import Presence, own_batchnorm, sync_batchnorm
 from shoal.train.model.whole_model import ModelShape, Whole
 from shoal.train.pipelined import Pipelined, StageJob
-from shoal.train.recipes_of_run import open_recipes, prepare_model, run_recipes
 from shoal.train.record import Recorder
 from shoal.train.rules import (
     check_compile,
@@ -71,6 +70,7 @@ from shoal.train.rules import (
 )
 from shoal.train.run_config import RunConfig, adopt_loader, check_kinds
 from shoal.train.server_setup import order_of_use, sharers, uses_servers
+from shoal.train.state.recipes_of_run import open_recipes, prepare_model, run_recipes
 from shoal.train.step_context import StepContext
 from shoal.train.technique import precision
 from shoal.train.technique.clip import make_clip
