@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("plan", "recipe"),
     ("train",),
     ("cluster", "testing", "dashboard"),
-    ("selftest", "doctor", "chaos"),
+    ("selftest", "doctor", "chaos", "jobs"),
     ("cli",),
 )
 """Lowest first. A part may import lower levels and itself, never a neighbour on its own level."""

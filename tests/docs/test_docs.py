@@ -167,6 +167,8 @@ def test_commands_exist(page: Path) -> None:
         for word in words:
             if word.endswith(".py") and verb == "run":
                 break  # what follows belongs to the script
+            if word == "--":
+                break
             if word.startswith("--"):
                 assert word.partition("=")[0] in options, f"{name_of(page)}: `{line}`: {verb} has no {word}"
 

@@ -85,6 +85,7 @@ def _slots() -> dict[str, Table[Any]]:
         clock,
         compress,
         exchange,
+        jobs,
         partition,
         pipeline,
         recipe,
@@ -107,6 +108,7 @@ def _slots() -> dict[str, Table[Any]]:
         "clip": clip.TABLE,
         "recipe": recipe.TABLE,
         "trackers": trackers.TABLE,
+        "engine": jobs.TABLE,
     }
 
 

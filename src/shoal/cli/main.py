@@ -12,6 +12,8 @@ from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.data_verbs import build as data_build
 from shoal.cli.data_verbs import keep as data_keep
 from shoal.cli.data_verbs import look as data_look
+from shoal.cli.jobs_verbs.look import cancel, jobs, logs
+from shoal.cli.jobs_verbs.submit import reserve, submit
 from shoal.cli.list import list_choices
 from shoal.cli.page import page, trace
 from shoal.cli.plan_verb.plan import plan
@@ -35,6 +37,11 @@ app = typer.Typer(
 _SCRIPT_LAST = {"allow_interspersed_args": False}
 
 app.command(context_settings=_SCRIPT_LAST)(run)
+app.command()(submit)
+app.command()(jobs)
+app.command()(logs)
+app.command()(cancel)
+app.command()(reserve)
 app.command()(verify)
 app.command()(plan)
 app.command()(selftest)

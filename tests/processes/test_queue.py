@@ -1,0 +1,216 @@
+"""The local queue for real: jobs that run, wait, make way, fail and start again, and `kill -9` of it all."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import SOURCE
+
+from shoal.errors import ConfigError
+from shoal.jobs import accept
+from shoal.jobs.engine import ENDS
+from shoal.jobs.job import JobSpec
+from shoal.jobs.local import lock, scheduler
+from shoal.jobs.local.engine import Local
+from shoal.jobs.local.store import Row, Store
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="locks and /proc are those of Linux"
+)
+
+WAIT = 90.0
+
+SCRIPT = """
+import fcntl, os, sys, time
+folder = os.path.dirname(os.path.abspath(__file__))
+job = os.environ["SHOAL_JOB"]
+alone = open(f"{folder}/alone-{job}-{os.environ['RANK']}", "w")
+try:
+    fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    open(f"{folder}/doubled-{job}", "w").close()
+print("begins", job, flush=True)
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until and not os.path.exists(f"{folder}/go"):
+    time.sleep(0.02)
+print("ends", job, flush=True)
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+"""
+"""Waits for a while or for a file, and shows where two processes are the same worker of the same job."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    """A queue of a host with four cores, whatever this one has."""
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    # A script that needs no torch: the launcher, which imports it for all workers, is what takes the time.
+    made = Local(tmp_path / "queue")
+    with closing(Store(made.folder)):
+        (made.folder / "host.json").write_text('{"cores": 4, "memory": 1000, "devices": [0, 1]}')
+    yield made
+    (tmp_path / "go").touch()
+    for job in made.jobs():
+        if job.state not in ENDS:
+            made.cancel(job.id)
+    wait_for(lambda: all(job.state in ENDS for job in made.jobs()))
+    lock.end_holders(made.folder / scheduler.LOCK)
+
+
+def wait_for(true: Callable[[], bool], seconds: float = WAIT) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.02)
+
+
+def spec(engine: Local, *words: str, **more: object) -> JobSpec:
+    folder = engine.folder.parent
+    made = JobSpec(("train.py", *(words or ("60",))), folder=str(folder), name="train", **more)  # type: ignore[arg-type]
+    accept(engine, "local", made)
+    return made
+
+
+def row(engine: Local, job: str) -> Row:
+    with closing(Store(engine.folder)) as store:
+        found = store.get(int(job))
+    assert found is not None
+    return found
+
+
+def state(engine: Local, job: str) -> str:
+    return row(engine, job).state
+
+
+def begun(engine: Local, job: str) -> bool:
+    return f"begins {job}" in "".join(engine.logs(job, follow=False))
+
+
+def test_jobs_wait_for_room_and_for_each_other_make_way_and_go_on(engine: Local) -> None:
+    first = engine.submit(spec(engine, "60", most=3, least=3, priority=0, memory=600))
+    wait_for(lambda: begun(engine, first))
+    second = engine.submit(spec(engine, "0", most=2, least=2))
+    third = engine.submit(spec(engine, "0", after=(second,)))
+    # The second has the higher priority and does not fit beside the first: that one makes way, and starts again.
+    wait_for(lambda: state(engine, third) == "done")
+    wait_for(lambda: row(engine, first).attempt == 2 and begun(engine, first))
+    with closing(Store(engine.folder)) as store:
+        said = [(job, what) for _, job, _, what in store.history()]
+    assert (int(first), "preempt") in said
+    assert said.index((int(second), "done 0")) < said.index((int(third), "start 1"))
+    assert row(engine, first).failures == 0
+    engine.cancel(first)
+    wait_for(lambda: state(engine, first) == "cancelled")
+
+
+def test_a_failed_job_starts_again_as_often_as_asked_and_what_waits_for_it_falls(engine: Local) -> None:
+    bad = engine.submit(spec(engine, "0", "3", retries=1))
+    after = engine.submit(spec(engine, "0", after=(bad,)))
+    late = engine.submit(spec(engine, "60", seconds=0.5))
+    wait_for(lambda: state(engine, after) == "cancelled")
+    assert (row(engine, bad).state, row(engine, bad).code, row(engine, bad).attempt) == ("failed", 3, 2)
+    assert f"job {bad}, after which it was to start, has failed" in row(engine, after).why
+    wait_for(lambda: state(engine, late) == "failed")
+    assert "stopped after its time" in row(engine, late).why
+
+
+def kill_some(engine: Local, draw: random.Random) -> str:
+    """`kill -9` of one process of the queue: its scheduler, a supervisor, a launcher or a worker."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            ours = str(engine.folder) in words
+            if ours and ("schedule" in words or "supervise" in words):
+                found.append(process)
+                found += process.children(recursive=True) if "supervise" in words else []
+    if not found:
+        return ""
+    victim = draw.choice(found)
+    with suppress(psutil.Error):
+        kind = next((word for word in ("schedule", "supervise", "run") if word in victim.cmdline()), "worker")
+        victim.send_signal(signal.SIGKILL)
+        return kind
+    return ""
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.all_only)])
+def test_no_kill_loses_or_doubles_a_job(engine: Local, kills: int) -> None:
+    """Jobs whose worker is killed fail and have a retry for each; the others need none."""
+    draw = random.Random(kills)
+    jobs = [
+        engine.submit(spec(engine, "2.5", most=1 + n % 2, retries=kills)) for n in range(max(3, kills // 4))
+    ]
+    struck = []
+    while len(struck) < kills:
+        time.sleep(draw.uniform(0.2, 1.5))
+        kind = kill_some(engine, draw)
+        struck += [kind] if kind else []
+        if all(job.state in ENDS for job in engine.jobs()):  # that also starts a scheduler where none is
+            jobs.append(engine.submit(spec(engine, "2.5", retries=kills)))
+    wait_for(lambda: all(job.state in ENDS for job in engine.jobs()), 60.0 + 5 * kills)
+    assert [(job.id, job.state) for job in engine.jobs()] == [(job, "done") for job in jobs]
+    assert not list(engine.folder.parent.glob("doubled-*"))
+    with closing(Store(engine.folder)) as store:
+        done = [job for _, job, _, what in store.history() if what.startswith("done")]
+    assert sorted(done) == [int(job) for job in jobs], "each ends once"
+    print("killed", {kind: struck.count(kind) for kind in sorted(set(struck))})
+
+
+def test_a_machine_that_was_started_anew_costs_no_job_and_no_retry(engine: Local) -> None:
+    """The row of a job of another boot, whose lock nobody can hold any more."""
+    with closing(Store(engine.folder)) as store:
+        job = store.add(spec(engine, "0", account="me"), os.environ, time.time())
+        attempt = store.begin(job, 1, (), time.time())
+        assert attempt == 1
+        store.supervised(job, 1, 1, "another boot")
+        assert store.begin(job, 1, (), time.time()) is None, "it runs already"
+    wait_for(lambda: engine.jobs()[0].state == "done")
+    found = row(engine, str(job))
+    assert (found.attempt, found.losses, found.failures) == (2, 0, 0)
+
+
+def test_what_cannot_run_is_refused_before_it_is_submitted(engine: Local) -> None:
+    for more, said in (
+        ({"most": 5, "least": 5}, "5 workers need 5 cores, and this host has 4"),
+        ({"memory": 2000}, "need 2000 bytes of memory, and this host has 1000"),
+        ({"devices": 3}, "need 3 devices, and this host has 2"),
+        ({"after": ("77",)}, "there is no job '77'"),
+        ({"hosts": 2, "most": 2, "least": 2}, "--on local has no --hosts"),
+        ({"reservation": "class"}, "there is no reservation 'class'; there are: none"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            spec(engine, **more)
+    assert engine.jobs() == []
+
+
+def test_the_command_line(engine: Local) -> None:
+    where = ["--queue", str(engine.folder)]
+
+    def shoal(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shoal", *words, *where]
+        return subprocess.run(command, cwd=engine.folder.parent, capture_output=True, text=True, check=False)
+
+    said = shoal("submit", "train.py", "0", "--workers", "1", "--time", "2moons")
+    assert (said.returncode, said.stderr) == (
+        2,
+        "shoal: --time 2moons is no time; write it like 2h, 90min, 1h30m or 1:30:00.\n",
+    )
+    dry = shoal("submit", "train.py", "0", "--workers", "1", "--dry-run")
+    assert "-m shoal run --workers 1 train.py 0" in dry.stdout
+    assert shoal("jobs").stdout.startswith("no jobs")
+    assert "job 1 is in the queue" in shoal("submit", "train.py", "0", "--workers", "1").stdout
+    assert shoal("logs", "1", "-f").stdout == "begins 1\nends 1\n"
+    wait_for(lambda: state(engine, "1") == "done")
+    assert "train  done" in shoal("jobs").stdout
+    assert "is done; there is nothing to cancel" in shoal("cancel", "1").stderr
