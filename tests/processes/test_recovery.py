@@ -176,5 +176,7 @@ def test_what_kills_twice_is_named_and_ends_the_run(tmp_path: Path) -> None:
 
 def test_without_retries_the_first_loss_ends_the_run(tmp_path: Path) -> None:
     done = train(tmp_path, "ddp", "1:21:kill:1", options=("--retries", "0"))
+    (lost,) = read_events(tmp_path / "log" / "events-launcher.jsonl")
+    assert (lost["event"], lost["rank"]) == ("failure", 1), "the page of a dead run says who died"
     assert done.code == 137
     assert "start again" not in done.err

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.pipeline.timed_stage import PassClock
 from shoal.report import spans as spans_module
 from shoal.report.events import EventLog
 from shoal.report.folder import events_path, ranks_in, roles_in, spans_path, state_path
@@ -23,6 +24,7 @@ from shoal.report.schema import EVENTS, STEP, problems
 from shoal.report.span_table import read_spans, step_range
 from shoal.report.spans import RECORD, SpanKind, Spans, older
 from shoal.report.state import StateFile, read_state, read_states
+from shoal.train.technique.journal import Journal
 from shoal.types import StepReport
 from shoal.world.progress_page import Phase, ProgressPage
 
@@ -256,3 +258,43 @@ def test_status_of_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureF
         "running",
         "dead",
     ]
+
+
+def test_spans_reach_the_file_with_every_note(tmp_path: Path) -> None:
+    """A worker that is ended for a lost neighbour writes nothing any more."""
+    meter = Meter()
+    journal = Journal(tmp_path, {"rank": 0, "strategy": "ddp"}, False, meter, None)
+    journal.open(9)
+    meter.start(1)
+    meter.spans.add(SpanKind.FORWARD, 1000, 9000)
+    journal.note("checkpoint", {"after": 1, "name": "step-1"})
+    assert len(read_spans(tmp_path, 0)) == 1
+    journal.recovered(2.0, 5.0)
+    journal.note("recovery", {"how": "all workers started again"})
+    spans = read_spans(tmp_path, 0)
+    assert spans.kind.tolist() == [SpanKind.FORWARD, SpanKind.RECOVERY]
+    assert spans.duration[1] == pytest.approx(3.0)
+    journal.close()
+
+
+def test_waiting_for_a_neighbour_is_no_computing(tmp_path: Path) -> None:
+    meter = Meter()
+    meter.spans.open(tmp_path / "spans-rank00000.bin", 0)
+    meter.start(1)
+    clock = PassClock(meter.spans)
+    clock.begin()
+    time.sleep(0.03)
+    clock.add(SpanKind.FORWARD, time.perf_counter_ns(), 0)
+    begin = time.perf_counter_ns()
+    while time.perf_counter_ns() < begin + 10**7:
+        pass
+    clock.add(SpanKind.BACKWARD, begin, 0)
+    meter.waited(clock.waited())
+    meter.mark("compute")
+    times = meter.stop()
+    assert times.compute >= 0.01
+    assert times.exposed >= 0.03
+    assert times.compute + times.exposed <= times.seconds
+    meter.spans.close()
+    kinds = read_spans(tmp_path, 0).kind.tolist()
+    assert kinds[:3] == [SpanKind.EXPOSED, SpanKind.FORWARD, SpanKind.BACKWARD]

@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from shoal.report.spans import MICROBATCHES, SpanKind, Spans
+from shoal.report.spans import MICROBATCHES, SHORT_NS, SpanKind, Spans
+
+
+class PassClock:
+    """What the stages of a worker computed in a step, and how long they waited for their neighbours meanwhile.
+
+    >>> clock = PassClock(Spans())
+    >>> clock.begin()
+    >>> clock.add(SpanKind.FORWARD, perf_counter_ns(), 0)
+    >>> clock.waited() >= 0
+    True
+    """
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self._began = 0
+        self._busy = 0
+        self._ended = 0
+        """When the newest pass was over."""
+
+    def begin(self) -> None:
+        """The schedule begins."""
+        self._busy = 0
+        self._began = self._ended = perf_counter_ns()
+
+    def add(self, kind: SpanKind, begin: int, detail: int) -> None:
+        """A pass is over."""
+        self._wait(begin)
+        self._ended = perf_counter_ns()
+        self._spans.add(kind, begin, self._ended, detail)
+        self._busy += self._ended - begin
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What goes on inside is no pass, and no waiting for a neighbour either."""
+        begin = perf_counter_ns()
+        self._wait(begin)
+        yield
+        self._ended = perf_counter_ns()
+        self._busy += self._ended - begin
+
+    def waited(self) -> int:
+        """The schedule is over; nanoseconds in which nothing was computed."""
+        now = perf_counter_ns()
+        self._wait(now)
+        return max(0, now - self._began - self._busy)
+
+    def _wait(self, until: int) -> None:
+        if until - self._ended > SHORT_NS:
+            self._spans.add(SpanKind.EXPOSED, self._ended, until)
 
 
 class TimedStage(PipelineStage):
-    """A stage whose passes are noted in `spans`."""
+    """A stage whose passes are noted in `clock`."""
 
-    spans: Spans
+    clock: PassClock
 
     def forward_one_chunk(
         self,
@@ -40,5 +91,4 @@ class TimedStage(PipelineStage):
         self._note(SpanKind.WEIGHT, begin, bwd_chunk_id)
 
     def _note(self, kind: SpanKind, begin: int, micro: int) -> None:
-        detail = self.stage_index % 64 * MICROBATCHES + micro % MICROBATCHES
-        self.spans.add(kind, begin, perf_counter_ns(), detail)
+        self.clock.add(kind, begin, self.stage_index % 64 * MICROBATCHES + micro % MICROBATCHES)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Literal, NamedTuple
 
-from shoal.report.spans import SpanKind, Spans
+from shoal.report.spans import SHORT_NS, SpanKind, Spans
 from shoal.types import StepReport
 from shoal.world import progress_page
 from shoal.world.progress_page import ProgressPage
@@ -72,8 +72,6 @@ _KINDS: dict[Phase, int] = {
 
 _BETWEEN = int(SpanKind.BETWEEN)
 _PEAK_NS = 20_000_000
-_SHORT_NS = 5000
-"""What took less is no span: nobody would see it, and `exposed` is that short many times a step."""
 
 
 class Meter:
@@ -108,7 +106,7 @@ class Meter:
         spent = self._spent
         spent["data"] = spent["compute"] = spent["exposed"] = spent["update"] = 0
         self._begin = self._last = perf_counter_ns()
-        if stopped and before < step and self._last - stopped > _SHORT_NS:
+        if stopped and before < step and self._last - stopped > SHORT_NS:
             self.spans.add(_BETWEEN, stopped, self._last)
         self.page.enter(progress_page.Phase.DATA, self._last * 1e-9)
 
@@ -117,11 +115,16 @@ class Meter:
         now, last = perf_counter_ns(), self._last
         self._spent[phase] += now - last
         self._last = now
-        if now - last > _SHORT_NS:
+        if now - last > SHORT_NS:
             self.spans.add(_KINDS[phase], last, now)
         after = _AFTER.get(phase)
         if after is not None:
             self.page.enter(after, now * 1e-9)
+
+    def waited(self, nanoseconds: int) -> None:
+        """So much of the stretch that `mark("compute")` will end was waiting for others, and is `exposed`."""
+        self._spent["exposed"] += nanoseconds
+        self._spent["compute"] -= nanoseconds
 
     def peak_memory(self) -> int:
         """As the function of this name, but not more often than every 20 ms."""

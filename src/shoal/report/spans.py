@@ -27,6 +27,8 @@ RECORD = struct.Struct("<IHHqq")
 RING = 4096
 """Records: at 20 a step of 2 ms they last for 0.4 seconds."""
 ROTATE_BYTES = 32 << 20
+SHORT_NS = 5000
+"""What took less is no span: nobody would see it, and `exposed` is that short many times a step."""
 MICROBATCHES = 1024
 """In `detail` of a pass: below this the micro-batch, above it the stage."""
 

@@ -170,8 +170,8 @@ class StateFile:
             "phase": place.phase.name.lower(),
             "since": round(wall - max(0.0, now - place.since), 3) if place.since else wall,
             "written": round(wall, 3),
-            "memory": self._process.memory_info().rss,
-            "peak_memory": peak_memory(),
+            "memory": (memory := self._process.memory_info().rss),
+            "peak_memory": max(peak_memory(), memory),  # the kernel counts the peak in larger steps
             "saved": place.saved,
         }
         if last is not None:

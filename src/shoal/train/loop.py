@@ -217,7 +217,7 @@ class Loop:
         if profiler is not None and (said := profiler.after(view.step + 1)):
             self.journal.say(said)
         if again.times and self.page.is_back():
-            tell_return(again, view.step, self.journal)
+            tell_return(again, view.step, self.journal, report.seconds)
         return report
 
     def _enter_body(self, progress: Progress, step: int, last: bool) -> None:

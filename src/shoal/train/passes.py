@@ -38,6 +38,7 @@ def run_passes(context: StepContext, step: int, portion: Portion, weight: float)
     with nullcontext() if first is None else first.explaining():
         if context.pipeline is not None:
             tally = context.pipeline.run(step, portion, weight)
+            context.meter.waited(context.pipeline.waited)
             look_at_first(context, portion)
         else:
             tally = _without_pipeline(context, step, portion, weight)

@@ -27,7 +27,7 @@ from shoal.exchange.local_tensor import local
 from shoal.pipeline.base import Schedule
 from shoal.pipeline.lower import to_torch
 from shoal.pipeline.stage import StageModule
-from shoal.pipeline.timed_stage import TimedStage
+from shoal.pipeline.timed_stage import PassClock, TimedStage
 from shoal.report.spans import Spans
 from shoal.torch_private import (
     ComputationType,
@@ -155,6 +155,9 @@ class Pipelined:
         self._ties = divided.ties
         self._loss_dtype = divided.loss_dtype
         self._exchange: PipelineGrads | None = None
+        self._clock = PassClock(job.spans)
+        self.waited = 0
+        """Nanoseconds of the newest run in which no stage of this worker had anything to compute."""
         self._trailing: list[torch.Size] | None = None
 
     @staticmethod
@@ -209,7 +212,7 @@ class Pipelined:
             for number, chunk in self._chunks.items()
         ]
         for stage in self._stages:
-            stage.spans = self._job.spans
+            stage.clock = self._clock
         # torch's runtime sends, receives and runs the actions; which actions, in which order, is ours.
         self._runtime = PipelineRuntime(  # type: ignore[no-untyped-call]
             self._stages,
@@ -229,10 +232,11 @@ class Pipelined:
         """A stage's backward passes are over."""
         del ctx
         assert self._exchange is not None
-        self._exchange.before_reduce()
-        stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
-        # 1: nothing is divided, see `scale_grads`.
-        stage.perform_reduce_grad(1)
+        with self._clock.working():
+            self._exchange.before_reduce()
+            stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+            # 1: nothing is divided, see `scale_grads`.
+            stage.perform_reduce_grad(1)
 
     def take_loss(self, loss: Loss) -> None:
         """From the next step on."""
@@ -255,6 +259,7 @@ class Pipelined:
         for stage in self._stages:  # what the runtime's own `step` does, which would cut batches by itself
             stage.has_backward = True
             stage.clear_runtime_states()
+        self._clock.begin()
         try:
             with self._split_loss():
                 step_microbatches(
@@ -273,6 +278,7 @@ class Pipelined:
                     "which such a layer cannot; use 1f1b."
                 ) from None
             raise cause from None
+        self.waited = self._clock.waited()
         job.presence.see(True)
         # Before `collect`: what goes into buckets is the sum over the stages that share a weight.
         self._sum_ties()

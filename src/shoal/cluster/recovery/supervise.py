@@ -23,6 +23,7 @@ from shoal.cluster.watch import Interrupts, say
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.world.launch import Again
 from shoal.world.private_folder import private_folder
+from shoal.world.progress_page import Phase
 
 MEMORY = "/dev/shm"
 
@@ -108,6 +109,7 @@ class _Starts:
             if not self._verdict.again:
                 if self._liaison is not None:
                     self._liaison.end(str(failed).partition("\n")[0])
+                self._note_loss(failed)
                 raise _with(failed, self._verdict.why) from None
             self._tell_loss(failed, job.workers)
             if self._liaison is not None:
@@ -135,6 +137,18 @@ class _Starts:
         if self._verdict.shrinks:
             then = f"worker {loss.rank} was lost twice in a row: {now} workers go on, and {before} after a minute."
         say(f"{loss.sentence}\nshoal: {then}")
+        first = self._note_loss(failed)
+        if self._verdict.shrinks:
+            self._note(
+                "resize", {"before": before, "workers": now, "why": "a worker was lost twice in a row"}
+            )
+        self._go_on(Again(self._retries.times, self._failed, first, loss.rank, loss.step))
+
+    def _note_loss(self, failed: WorkerFailed) -> str:
+        """Write down who was lost; the sentence."""
+        loss = failed.loss
+        if loss is None:
+            return ""
         first = loss.sentence.partition("\n")[0].rstrip(":")
         facts = {
             "why": first,
@@ -142,13 +156,10 @@ class _Starts:
             "pid": loss.pid,
             "phase": loss.phase,
         }
+        done = loss.step - Phase[loss.phase.upper()].in_step if loss.phase else loss.step
         self._log = loss.log
-        self._note("failure", {**facts, "after": max(0, loss.step - 1), "exit_code": failed.exit_code})
-        if self._verdict.shrinks:
-            self._note(
-                "resize", {"before": before, "workers": now, "why": "a worker was lost twice in a row"}
-            )
-        self._go_on(Again(self._retries.times, self._failed, first, loss.rank, loss.step))
+        self._note("failure", {**facts, "after": max(0, done), "exit_code": failed.exit_code})
+        return first
 
     def _tell_growth(self) -> None:
         before = self._size.now

@@ -19,9 +19,11 @@ def note_suspects(again: Again, context: StepContext, step: int) -> None:
     context.meter.page.suspects(samples)
 
 
-def tell_return(again: Again, begin: int, journal: Journal) -> None:
+def tell_return(again: Again, begin: int, journal: Journal, step_seconds: float) -> None:
     """A step is done after the restart: say from where, and how long it took since the loss."""
-    seconds = monotonic() - again.failed
+    now = monotonic()
+    seconds = now - again.failed
+    journal.recovered(again.failed, now - step_seconds)
     where = f"step {begin}" if begin else "the beginning"
     journal.say(f"going on from {where}, {seconds:.1f} s after the {'change' if again.grown else 'loss'}")
     facts = {

@@ -85,26 +85,31 @@ class Journal:
 
     def saving(self, step: int) -> AbstractContextManager[None]:
         """Around the part of a checkpoint that training waits for."""
-        if self._events is not None and self._first:
-            self._events.note("checkpoint", {"after": step, "name": f"step-{step}"})
+        self.note("checkpoint", {"after": step, "name": f"step-{step}"})
         return self._spans.during(SpanKind.CHECKPOINT)
+
+    def recovered(self, begin: float, end: float) -> None:
+        """Between these moments of the monotonic clock a loss was made good."""
+        if 0 < begin < end:
+            self._spans.add(SpanKind.RECOVERY, int(begin * 1e9), int(end * 1e9))
 
     def change(self, text: str, facts: Mapping[str, object]) -> None:
         """From now on workers get other shares."""
         if self._console is not None:
             self._console.note(text)
-        if self._events is not None and self._first:
-            self._events.note("shares", facts)
+        self.note("shares", facts)
 
     def note(self, event: str, facts: Mapping[str, object]) -> None:
         """Something that happened to the job, for the first rank's log."""
         if self._events is not None and self._first:
             self._events.note(event, facts)
+            self._spans.flush()  # what writes the log puts off the next time that both are written
 
     def flush(self) -> None:
         """Write down what waits."""
         if self._events is not None:
             self._events.flush()
+            self._spans.flush()
 
     def servers(self, ask: Callable[[], dict[str, object]], last: bool = False) -> None:
         """Every few seconds, write down how the servers are doing; the last time, say it too."""
@@ -113,7 +118,7 @@ class Journal:
             if last or now - self._noted >= SERVERS_SECONDS:
                 self._noted = now
                 if facts := ask():
-                    self._events.note("servers", facts)
+                    self.note("servers", facts)
         if last and self._console is not None and (facts := ask()):
             self._console.note(describe_servers(facts))
 
@@ -130,8 +135,7 @@ class Journal:
         """One sentence for the user, above the bar."""
         if self._console is not None:
             self._console.note(f"shoal: {text}.")
-            if self._events is not None:
-                self._events.note("note", {"text": text})
+            self.note("note", {"text": text})
         elif self._first:
             print(f"shoal: {text}.", file=sys.stderr, flush=True)
 
@@ -149,7 +153,7 @@ class Journal:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         facts = {"after": step, "values": plain}
         if self._events is not None:
-            self._events.note("log", facts)
+            self.note("log", facts)
             return
         with EventLog(self._path) as events:  # before the first step, or after the last
             events.note("log", facts)
