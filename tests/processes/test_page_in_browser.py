@@ -116,7 +116,7 @@ def test_zoom_theme_heat_map_and_events(tmp_path: Path, page: object, serve: obj
     p.wait_for_function("() => shoal.timeline.low === 0")
     p.keyboard.press("t")
     assert p.evaluate("document.documentElement.dataset.theme") == "dark"
-    p.get_by_text("failure: rank 1", exact=False).first.click()
+    p.get_by_text("failure: <img", exact=False).first.click()
     p.wait_for_function("() => document.getElementById('range').textContent === 'steps 70 to 170'")
     assert p.evaluate("[window.hit, shoal.errors, document.images.length]") == [None, [], 0]
     assert HOSTILE in p.inner_text("body")

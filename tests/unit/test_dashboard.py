@@ -120,6 +120,19 @@ class TestAnswers:
         assert answer([run], "nothing", {}) is None
         assert answer([run], "heat", {"run": "1"}) is None
 
+    def test_a_rank_that_was_slow_for_a_while_is_named_for_all_of_it(self, tmp_path: Path) -> None:
+        for rank in range(3):
+            with EventLog.open(events_path(tmp_path, rank), {"rank": rank}) as log:
+                for step in range(1, 201):
+                    slow = rank == 2 and 80 < step < 140
+                    log.write(replace(REPORT, number=step, compute_seconds=0.09 if slow else 0.03))
+        heat = answer([RunLog(tmp_path).load()], "heat", {})
+        assert isinstance(heat, dict)
+        found = heat["slowest"]
+        assert found["rank"] == 2
+        assert 78 <= found["first"] <= 85
+        assert 133 <= found["last"] <= 142
+
     def test_a_log_that_grows(self, tmp_path: Path) -> None:
         with EventLog.open(tmp_path / "events.jsonl", {"rank": 0}) as log, RunLog(tmp_path) as run:
             log.write(REPORT)

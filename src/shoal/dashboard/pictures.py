@@ -16,6 +16,10 @@ MOST_POINTS = 4000
 MOST_TEXT = 500
 MOST_STEPS_OF_NOISE = 5
 """A rank is slow if it is so for more than half of so many columns in a row."""
+_SAID = ("why", "error", "text", "how", "what", "name")
+"""Fields of an event that say what happened: they need no name before them."""
+SLOW = 1.3
+"""Times the median rank, from which a rank is slow."""
 PARTS = ("data", "compute", "exposed", "update")
 
 
@@ -101,13 +105,19 @@ def _slowest(ratio: Array, edges: Array, ranks: list[int]) -> dict[str, object] 
     if not np.isfinite(stretches).any():
         return None
     row, place = np.unravel_index(int(np.nanargmax(stretches)), stretches.shape)
-    low, high = edges[starts[int(place)]], edges[min(starts[int(place)] + wide, ratio.shape[1])]
-    value = float(stretches[row, place])
+    begin, end = int(place), int(place) + 1
+    if stretches[row, place] > SLOW:  # all of the time for which it is so
+        while begin > 0 and stretches[row, begin - 1] > SLOW:
+            begin -= 1
+        while end < stretches.shape[1] and stretches[row, end] > SLOW:
+            end += 1
+    left, right = starts[begin], min(starts[end - 1] + wide, ratio.shape[1])
+    low, high = edges[left], edges[right]
     return {
         "rank": ranks[int(row)],
         "first": int(low),
         "last": max(int(low), int(high) - 1),
-        "ratio": round(value, 3),
+        "ratio": round(float(np.nanmedian(ratio[row, left:right])), 3),
     }
 
 
@@ -197,14 +207,15 @@ def marks(run: RunLog) -> list[dict[str, object]]:
 def describe(event: Event) -> str:
     """An event as a line of text; its fields may be anything.
 
-    >>> describe({"event": "failure", "time": 1.0, "rank": 2, "why": "killed by SIGKILL"})
-    'failure: rank 2, why killed by SIGKILL'
+    >>> describe({"event": "failure", "time": 1.0, "rank": 2, "why": "killed by SIGKILL."})
+    'failure: killed by SIGKILL, rank 2'
     """
-    hidden = ("event", "time", "after", "settings", "schema", "monotonic", "trace")
+    hidden = ("event", "time", "after", "settings", "schema", "monotonic", "trace", "role", *_SAID)
+    said = [str(event[key]).rstrip(".") for key in _SAID if event.get(key)]
     facts = [
         f"{key} {value}" for key, value in event.items() if key not in hidden and value not in (None, "")
     ]
-    return f"{event.get('event')}: {', '.join(facts)}"[:MOST_TEXT]
+    return f"{event.get('event')}: {', '.join([*said, *facts])}"[:MOST_TEXT]
 
 
 def differences(runs: list[RunLog]) -> list[dict[str, object]]:

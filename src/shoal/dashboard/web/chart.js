@@ -86,7 +86,7 @@ class Chart {
     pen.fillStyle = colour("--soft");
     pen.textBaseline = "middle";
     pen.textAlign = "right";
-    for (const tick of ticks(at.from, at.to, 4)) {
+    for (const tick of ticks(at.from, at.to, 5)) {
       const y = at.bottom - ((tick - at.from) / (at.to - at.from || 1)) * (at.bottom - at.top);
       pen.beginPath();
       pen.moveTo(at.left, y);
@@ -97,7 +97,7 @@ class Chart {
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
     const count = Math.max(2, Math.floor((at.right - at.left) / 85));
-    for (const tick of ticks(at.first, at.last, count)) {
+    for (const tick of ticks(at.first, at.last, count, !this.options.unit)) {
       const text = this.options.unit ? seconds(tick) : tick.toLocaleString("en"), half = pen.measureText(text).width / 2;
       pen.fillText(text, Math.min(at.right - half, Math.max(at.left + half, this.x(tick))), at.bottom + 15);
     }
@@ -143,7 +143,7 @@ class Chart {
     curve.x.forEach((x, i) => {
       if (!shown(curve.mean[i])) { open = false; return; }
       const alone = !open && !shown(curve.mean[i + 1]);
-      if (alone) pen.fillRect(this.x(x) - 1.5, this.y(curve.mean[i]) - 1.5, 3, 3);
+      if (alone) pen.fillRect(this.x(x) - 2.5, this.y(curve.mean[i]) - 2.5, 5, 5);
       if (open) pen.lineTo(this.x(x), this.y(curve.mean[i])); else pen.moveTo(this.x(x), this.y(curve.mean[i]));
       open = true;
     });
@@ -181,7 +181,7 @@ class Chart {
       const near = view.marks.filter((mark) => MARKS[mark.kind] && Math.abs(this.x(mark.after) - this.hover) < 5);
       parts.push(...near.slice(0, 2).map((mark) => mark.text));
     }
-    this.readout.textContent = parts.join("   ");
+    this.readout.textContent = parts.join(" · ");
   }
 
   listen() {

@@ -6,7 +6,7 @@ const LINES = ["--accent", "--exposed", "--update", "--bucket", "--recovery", "-
 const KINDS = ["anchor", "data", "compute", "exposed", "update", "forward", "backward", "weight", "bucket", "checkpoint",
   "recovery", "between"];
 
-const view = { runs: [], marks: [], first: 0, last: 0, charts: [], listeners: [] };
+const view = { runs: [], shown: 0, marks: [], first: 0, last: 0, charts: [], listeners: [] };
 
 function el(tag, attributes, ...children) {
   const made = document.createElement(tag);
@@ -125,9 +125,22 @@ function card(title, wide, ...extra) {
   return { box, head, readout };
 }
 
-function ticks(low, high, count) {
+// A card that would stand alone in its row takes all of it.
+function fillRows() {
+  let row = [];
+  const main = document.getElementById("main");
+  for (const box of [...main.children, null]) {
+    if (box && box.hidden) continue;
+    if (box) box.classList.remove("whole");
+    if (box && !box.classList.contains("wide")) { row.push(box); continue; }
+    if (row.length % 2) row[row.length - 1].classList.add("whole");
+    row = [];
+  }
+}
+
+function ticks(low, high, count, whole) {
   const rough = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
-  const gap = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || rough;
+  const gap = (whole && power < 10 ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map((each) => each * power).find((each) => each >= rough) || rough;
   const found = [];
   for (let at = Math.ceil(low / gap) * gap; at <= high + gap * 1e-9 && found.length < 50; at += gap) found.push(at);
   return found;

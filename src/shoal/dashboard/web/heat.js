@@ -60,7 +60,7 @@ class Heat {
     const every = Math.ceil(14 / row);
     found.ranks.forEach((rank, r) => { if (r % every === 0) pen.fillText(`rank ${rank}`, this.left - 6, r * row + row / 2); });
     pen.textAlign = "center";
-    for (const tick of ticks(found.first, found.last, Math.max(2, Math.floor(this.width / 85)))) {
+    for (const tick of ticks(found.first, found.last, Math.max(2, Math.floor(this.width / 85)), true)) {
       const x = this.left + ((tick - found.first) / Math.max(1, found.last - found.first)) * this.width;
       pen.fillText(tick.toLocaleString("en"), Math.min(width - 20, Math.max(this.left + 10, x)), rows * row + 11);
     }

@@ -14,9 +14,9 @@ function build() {
   for (const [title, name, format] of CURVES.slice(0, 2)) charts.set(name, new Chart(title, name, format));
   heat = new Heat(openSteps);
   for (const [title, name, format] of CURVES.slice(2)) charts.set(name, new Chart(title, name, format));
-  timeline = shoal.timeline = new Timeline();
   split = new Panel("Where a step's time goes, by rank");
   memory = new Panel("Memory, by rank");
+  timeline = shoal.timeline = new Timeline();
   pipeline = new Panel("Pipeline: the schedule as it ran", true);
   serverCurve = new Chart("Servers: busy share", "busy", (v) => `${(100 * v).toFixed(0)} %`, { range: () => [0, 1], unit: "s" });
   serverCurve.box.hidden = true;
@@ -29,11 +29,11 @@ function build() {
 async function openSteps(first, last) {
   const room = Math.max(2, last - first);
   pinned = { first: Math.max(1, first - room), last: last + room };
-  timeline.set(await get("spans", { run: 0, ...pinned }));
+  timeline.set(await get("spans", { run: view.shown, ...pinned }));
   timeline.showSteps(first, last);
   timeline.canvas.scrollIntoView({ block: "center", behavior: "smooth" });
   timeline.canvas.focus({ preventScroll: true });
-  if (!EXPORTED) showPipeline(pipeline, await get("pipeline", { run: 0, step: last }));
+  if (!EXPORTED) showPipeline(pipeline, await get("pipeline", { run: view.shown, step: last }));
 }
 
 function openEvent(after) { setRange(after - 50, after + 50); charts.get("loss").canvas.scrollIntoView({ block: "center" }); }
@@ -44,12 +44,21 @@ function showHeader() {
     const steps = run.header.steps, step = steps ? `${run.last.toLocaleString("en")} / ${steps.toLocaleString("en")}` : run.last.toLocaleString("en");
     const lead = run.states[0], left = steps && lead && lead.seconds && worst === "running" ? `, ${age((steps - run.last) * lead.seconds)} left` : "";
     const facts = [run.header.strategy, run.ranks.length > 1 && `${run.ranks.length} ranks`].filter(Boolean).join(", ");
-    return el("div", { class: "run" }, view.runs.length > 1 ? el("i", { class: "swatch", style: { background: lineColour(i) } }) : null,
+    const several = view.runs.length > 1, choose = several ? { onclick: () => showRun(i), "aria-pressed": String(i === view.shown), title: "Show this run's ranks" } : {};
+    return el(several ? "button" : "div", { class: "run", ...choose }, several ? el("i", { class: "swatch", style: { background: lineColour(i) } }) : null,
       el("b", {}, run.name), el("span", { class: `pill ${worst}` }, worst), el("span", {}, `step ${step}`),
       el("span", { class: "soft" }, `${facts}${left}${run.loaded ? "" : ", reading the log"}${run.bad ? `, ${run.bad} unreadable lines` : ""}`));
   });
   document.getElementById("runs").replaceChildren(...found);
   document.title = `${view.runs.map((run) => run.name).join(", ")} · shoal`;
+}
+
+// Panels about ranks show one run at a time.
+function showRun(number) {
+  view.shown = number;
+  pinned = null;
+  showHeader();
+  refresh(true);
 }
 
 function showRange() {
@@ -75,22 +84,24 @@ function addOwn() {
     if (charts.has(`log:${name}`)) continue;
     const chart = new Chart(name, `log:${name}`);
     charts.set(`log:${name}`, chart);
-    document.getElementById("main").insertBefore(chart.box, timeline.canvas.closest(".card"));
+    document.getElementById("main").insertBefore(chart.box, split.box);
   }
 }
 
 async function showRest() {
-  const query = { run: 0, ...rangeQuery() };
-  const [h, s, m, v, d] = await Promise.all([get("heat", { ...query, columns: 320 }), get("split", query), get("memory", { run: 0 }), get("servers", { run: 0 }), get("differences")]);
+  const shown = view.runs[view.shown], run = view.shown, query = { run, ...rangeQuery() };
+  if (view.runs.length > 1) for (const each of [heat, split, memory, pipeline, servers, serverCurve, timeline]) each.box.querySelector("h2").dataset.run = shown.name;
+  const [h, s, m, v, d] = await Promise.all([get("heat", { ...query, columns: 320 }), get("split", query), get("memory", { run }), get("servers", { run }), get("differences")]);
   heat.set(h);
   showSplit(split, s);
-  showMemory(memory, m, view.runs[0].states);
+  showMemory(memory, m, shown.states);
   showServers(servers, serverCurve, v);
   showDifferences(differences, d);
   if (!pinned) {
-    timeline.set(await get("spans", { run: 0, ...rangeQuery(), most: view.last ? 400000 : 60000 }));
-    showPipeline(pipeline, await get("pipeline", view.last ? { run: 0, step: view.last } : { run: 0 }));
+    timeline.set(await get("spans", { ...query, most: view.last ? 400000 : 60000 }));
+    showPipeline(pipeline, await get("pipeline", view.last ? { run, step: view.last } : { run }));
   }
+  fillRows();
 }
 
 async function refresh(everything) {
@@ -102,7 +113,7 @@ async function refresh(everything) {
     await showCurves();
     shoal.updates++;
     const all = await Promise.all(view.runs.map((run, i) => get("marks", { run: i })));
-    view.marks = all.flat();
+    view.marks = all.flatMap((marks, run) => marks.map((mark) => ({ ...mark, run }))).sort((a, b) => (a.time || 0) - (b.time || 0));
     for (const chart of charts.values()) if (!chart.box.hidden) chart.draw();
     showStates(states, view.runs);
     showEvents(events, openEvent);
@@ -110,6 +121,13 @@ async function refresh(everything) {
   })();
   try { await looking; } catch (error) { shoal.errors.push(String(error)); } finally { looking = null; }
   if (refresh.again) { const again = refresh.again === true; refresh.again = null; await refresh(again); }
+}
+
+// Whoever looks at a page whose server has gone must not take it for the present.
+function showConnection(there) {
+  const text = document.getElementById("stale");
+  if (there !== text.hidden) text.textContent = `shoal page has ended; this is of ${new Date().toLocaleTimeString()}`;
+  text.hidden = there;
 }
 
 function keys(event) {
@@ -130,6 +148,8 @@ function start() {
   let timer = 0;
   const live = new EventSource("api/live");
   live.onmessage = () => { if (!timer && !document.hidden) timer = setTimeout(() => { timer = 0; refresh(false); }, 100); };
+  live.onopen = () => showConnection(true);
+  live.onerror = () => showConnection(false);
   document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(true); });
   setInterval(() => { if (!document.hidden && !looking) { get("runs").then((found) => { view.runs = found; showHeader(); showStates(states, found); }).catch(() => {}); } }, 5000);
 }

@@ -113,24 +113,32 @@ function showStates(panel, runs) {
   if (!rows.length) return panel.hide();
   const several = runs.length > 1, hosts = new Set(rows.map(([, state]) => state.host)).size > 1, now = Date.now() / 1000;
   const names = [several && "run", "rank", hosts && "host", "state", "step", "doing", "for", "memory"].filter(Boolean), right = ["rank", "step", "for", "memory"];
-  panel.set(el("table", {}, el("tr", {}, names.map((name) => el("th", right.includes(name) ? { class: "n" } : {}, name))),
+  const look = (name) => (right.includes(name) ? { class: "n" } : name === "doing" ? {} : { class: "s" });
+  panel.set(el("table", {}, el("tr", {}, names.map((name) => el("th", look(name), name))),
     rows.slice(0, 512).map(([run, state]) => {
       const until = state.condition === "running" && !EXPORTED ? now : state.written;
       const cells = { run: run.name, rank: state.rank, host: state.host, step: state.steps ? `${state.step} / ${state.steps}` : state.step,
         doing: state.condition === "running" || state.condition === "dead" || state.condition === "silent" ? state.doing : state.why,
         for: state.condition === "ended" ? "" : age(Math.max(0, until - state.since)), memory: bytes(state.memory) };
       return el("tr", {}, names.map((name) => name === "state"
-        ? el("td", {}, el("span", { class: `pill ${["running", "ended", "failed", "dead", "silent"].includes(state.condition) ? state.condition : ""}` }, state.condition))
-        : el("td", right.includes(name) ? { class: "n" } : {}, String(cells[name]))));
+        ? el("td", look(name), el("span", { class: `pill ${["running", "ended", "failed", "dead", "silent"].includes(state.condition) ? state.condition : ""}` }, state.condition))
+        : el("td", look(name), String(cells[name]))));
     })));
 }
 
+// The time of day, and the day where it is another one.
+function when(time) {
+  const moment = new Date(time * 1000);
+  return moment.toDateString() === new Date().toDateString() ? moment.toLocaleTimeString() : moment.toLocaleString();
+}
+
 function showEvents(panel, open) {
-  const shown = view.marks.slice().reverse().slice(0, 300);
+  const shown = view.marks.slice().reverse().slice(0, 300), several = view.runs.length > 1;
   if (!shown.length) return panel.hide();
-  panel.set(el("table", {}, el("tr", {}, el("th", { class: "n" }, "after step"), el("th", {}, "when"), el("th", {}, "what")),
+  panel.set(el("table", {}, el("tr", {}, el("th", { class: "n" }, "after step"), el("th", { class: "s" }, "when"), several ? el("th", { class: "s" }, "run") : null, el("th", {}, "what")),
     shown.map((mark) => el("tr", { class: "link", tabindex: "0", onclick: () => open(mark.after), onkeydown: (event) => { if (event.key === "Enter") open(mark.after); } },
-      el("td", { class: "n" }, mark.after.toLocaleString("en")), el("td", { class: "time" }, finite(mark.time) ? new Date(mark.time * 1000).toLocaleTimeString() : "–"),
+      el("td", { class: "n" }, mark.after.toLocaleString("en")), el("td", { class: "time" }, finite(mark.time) ? when(mark.time) : "–"),
+      several ? el("td", { class: "s" }, el("i", { class: "swatch", style: { display: "inline-block", marginRight: "6px", background: lineColour(mark.run) } }), view.runs[mark.run].name) : null,
       el("td", {}, el("i", { class: "swatch", style: { display: "inline-block", marginRight: "6px", background: `var(${MARKS[mark.kind] || "--soft"})` } }), mark.text)))));
 }
 

@@ -9,6 +9,7 @@ class Timeline {
     const fit = el("button", { title: "All (0)", onclick: () => this.fit() }, "all");
     this.note = el("span", { class: "soft" });
     const { box, readout } = card("Timeline: what each rank did when", true, fit, this.note);
+    this.box = box;
     this.readout = readout;
     this.canvas = el("canvas", { tabindex: "0", class: "pan", role: "img", "aria-label": "Timeline of all ranks; arrows pan, plus and minus zoom" });
     this.scroller = el("div", { class: "scroll" }, this.canvas);
@@ -64,7 +65,7 @@ class Timeline {
 
   pyramid() {
     const { spans } = this, kinds = KINDS.length, compute = KINDS.indexOf("compute"), bucket = KINDS.indexOf("bucket");
-    const wide = spans.end / BINS;
+    const exposed = KINDS.indexOf("exposed"), wide = spans.end / BINS;
     let cover = new Float32Array(BINS * kinds);
     for (const row of spans.rows) {
       cover.fill(0);
@@ -88,7 +89,7 @@ class Timeline {
           let best = 0, most = wide * (BINS / count) * 0.1, inside = 0;
           for (let kind = 1; kind < kinds; kind++) {
             if (kind === compute) continue;
-            if (kind >= 5 && kind <= 7) inside += now[at + kind];
+            if (kind === exposed || (kind >= 5 && kind <= 7)) inside += now[at + kind];
             if (now[at + kind] > most) { most = now[at + kind]; best = kind; }
           }
           if (now[at + compute] - inside > most) best = compute;
