@@ -224,6 +224,42 @@ def test_what_was_not_measured_is_an_interval(work: Work) -> None:
     assert unknown.seconds.high / unknown.seconds.middle >= 1.5
 
 
+def test_an_exchange_saves_no_more_than_the_update_that_others_do(work: Work) -> None:
+    """On a machine with other work, an exchange may seem to make steps shorter than their own passes."""
+    lucky = {name: [Added(10**4, 8, 10.0**4, Interval(-9.0, -5.0, 9.0))] for name in ("ddp", "zero1")}
+    made = Predictor(work, replace(MACHINE, added=lucky), Setting(WORKERS, BATCH), {"zero1": 1.5})
+    ddp, zero1 = (made.predict(check_text(name, WORKERS)) for name in ("ddp", "zero1"))
+    passes = work.seconds(BATCH / WORKERS).middle
+    assert ddp.seconds.middle >= passes + work.update.middle
+    assert zero1.seconds.middle >= 1.5 * passes
+    for one in (ddp, zero1):
+        assert one.seconds.low > 0
+        assert 0.99 <= (one.compute + one.communication) / one.seconds.middle <= 1.01
+
+
+def test_divided_plans_are_held_to_what_workers_have_tried(work: Work) -> None:
+    seen = replace(
+        work.divisions[2, 1, 1],
+        text="ddp * tp2",
+        batch=BATCH,
+        seconds=Interval(0.9, 1.0, 1.2),
+        built=2 * 10**8,
+        peak=3 * 10**8,
+    )
+    made = predictor(replace(work, divisions={**work.divisions, (2, 1, 1): seen}))
+    found = made.predict(check_text("ddp * tp2", WORKERS))
+    assert found.seconds.middle == pytest.approx(1.0)
+    assert found.total == pytest.approx(seen.peak, abs=10)
+    other = made.predict(check_text("zero1 * tp2", WORKERS))
+    assert other.total < found.total
+    untried = predictor(work).predict(check_text("ddp * tp2", WORKERS))
+    assert other.seconds.middle / found.seconds.middle == pytest.approx(
+        predictor(work).predict(check_text("zero1 * tp2", WORKERS)).seconds.middle / untried.seconds.middle
+    )
+    held = replace(work, divisions={**work.divisions, (2, 1, 1): replace(seen, built=10**9)})
+    assert predictor(held).predict(found.plan).total == 10**9, "what building takes counts too"
+
+
 def test_a_slower_network_costs_more_and_a_larger_batch_hides_it(work: Work) -> None:
     plan = check_text("ddp", WORKERS)
     slow = predictor(work, hosts=2, net=1e5).predict(plan)

@@ -48,6 +48,14 @@ class Interval:
         room = abs(self.middle) * share
         return Interval(min(self.low, self.middle - room), self.middle, max(self.high, self.middle + room))
 
+    def at_least(self, floor: float) -> Interval:
+        """The same, where nothing below `floor` can be.
+
+        >>> Interval(-5.0, -2.0, 1.0).at_least(-1.0)
+        Interval(low=-1.0, middle=-1.0, high=1.0)
+        """
+        return Interval(max(self.low, floor), max(self.middle, floor), max(self.high, floor))
+
     def __str__(self) -> str:
         return f"{self.middle:.3g} ({self.low:.3g} to {self.high:.3g})"
 

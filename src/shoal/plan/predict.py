@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shoal import pipeline
-from shoal.config import degree_of
+from shoal.config import degree_of, parse_strategy
 from shoal.cost import Cost, ModelProfile
 from shoal.pipeline.base import Costs, PipelineOptions
 from shoal.plan.check import pipeline_options, promise_of
@@ -105,6 +105,18 @@ def degrees_of(plan: Plan) -> Degrees:
     return degree_of(plan.tensor), stages, schedule.stages_per_rank if stages > 1 else 1
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A step, as it follows from its parts."""
+
+    seconds: Interval
+    compute: float
+    waiting: float
+    communication: float
+    known: bool
+    """Whether what the exchange adds was measured."""
+
+
 class Predictor:
     """Predicts plans of one model on one machine."""
 
@@ -118,40 +130,85 @@ class Predictor:
         self.residuals = residuals
         self._alone = World.alone()
         self._costs: dict[str, tuple[Cost, Cost]] = {}
+        self._ratios: dict[Degrees, float] = {}
+        self._stretches: dict[Degrees, float] = {}
 
     def predict(self, plan: Plan, accumulate: int | None = None) -> Prediction:
         """Of one plan that `check_text` has let pass, and that the model can be divided for."""
         more = self.setting.accumulate if accumulate is None else accumulate
-        tensor, stages = degree_of(plan.tensor), degree_of(plan.pipeline)
-        data = self.setting.workers // (tensor * stages)
-        micro = _options(plan).microbatches * more
-        samples = self.setting.global_batch / (data * micro)
-        division = self.work.divisions.get(degrees_of(plan))
-        held, sent = self._cost(plan, division, more, samples)
-        passes, waiting, sums = self._passes(plan, division, micro, samples, data)
-        added, known = self._added(plan, sent, division)
-        share = 1 / (tensor * stages)
-        fetched = self.work.data * (self.setting.global_batch / data)
-        once = self.work.update * share
-        seconds = (fetched + passes + once + added + Interval.exact(sums)) * self.residuals.get(
-            family_of(plan), 1.0
-        )
-        seconds = Interval(max(seconds.low, 0.0), max(seconds.middle, 1e-9), max(seconds.high, 1e-9))
-        compute = passes.middle - waiting + once.middle + fetched.middle
+        parts = self._parts(plan, more)
+        factor = self.residuals.get(family_of(plan), 1.0) * self._tried(plan)
+        seconds = parts.seconds * factor
         return Prediction(
             plan,
             self.setting.workers,
             more,
-            seconds if known else seconds.widened(_UNKNOWN),
-            compute,
+            seconds if parts.known else seconds.widened(_UNKNOWN),
+            parts.compute * factor,
+            parts.waiting * factor,
+            parts.communication * factor,
+            self._memory(plan, more),
+            self._held(plan, more)[1].sent,
+            promise_of(plan),
+            self._margin(plan),
+            parts.known,
+        )
+
+    def _parts(self, plan: Plan, accumulate: int) -> _Parts:
+        """What a step consists of, before anything that was learned of such steps."""
+        tensor, stages = degree_of(plan.tensor), degree_of(plan.pipeline)
+        division = self.work.divisions.get(degrees_of(plan))
+        data = self.setting.workers // (tensor * stages)
+        micro, samples = self._micro(plan, accumulate)
+        held, sent = self._held(plan, accumulate)
+        passes, waiting, sums = self._passes(plan, division, micro, samples, data)
+        fetched = self.work.data * (self.setting.global_batch / data)
+        once = self.work.update * (1 / (tensor * stages))
+        added, known = self._added(plan, sent, division)
+        # What was measured on a busy machine may be less than an exchange can save: the update that others do.
+        kept = held.resident.get("optimizer", 0) / (max(1, self._optimizer(plan, accumulate)))
+        added = added.at_least(-once.middle * (1 - min(1.0, kept)))
+        seconds = fetched + passes + once + added + Interval.exact(sums)
+        return _Parts(
+            seconds.at_least(1e-9),
+            passes.middle - waiting + once.middle + fetched.middle + min(0.0, added.middle),
             waiting,
             max(0.0, added.middle) + sums,
-            self._memory(plan, held, samples, stages, tensor, division),
-            sent.sent,
-            promise_of(plan),
-            self._margin(plan, division),
             known,
         )
+
+    def _micro(self, plan: Plan, accumulate: int) -> tuple[int, float]:
+        """How many micro-batches a replica has in a step, and the samples of each."""
+        data = self.setting.workers // (degree_of(plan.tensor) * degree_of(plan.pipeline))
+        micro = _options(plan).microbatches * accumulate
+        return micro, self.setting.global_batch / (data * micro)
+
+    def _held(self, plan: Plan, accumulate: int) -> tuple[Cost, Cost]:
+        division = self.work.divisions.get(degrees_of(plan))
+        return self._cost(plan, division, accumulate, self._micro(plan, accumulate)[1])
+
+    def _optimizer(self, plan: Plan, accumulate: int) -> int:
+        """Bytes of the optimizer where every replica keeps all of it."""
+        return self._held(replace(plan, exchange=_DDP, compressor=None), accumulate)[0].resident.get(
+            "optimizer", 0
+        )
+
+    def _tried(self, plan: Plan) -> float:
+        """How many times longer real workers took than was foreseen, where they have tried such a division."""
+        degree = degrees_of(plan)
+        division = self.work.divisions.get(degree)
+        if division is None or division.seconds is None or self.setting.workers != self.machine.workers:
+            return 1.0
+        if degree not in self._ratios:
+            there = self._as_tried(division)
+            foreseen = there._parts(parse_strategy(division.text), division.accumulate)
+            ratio = division.seconds.middle / foreseen.seconds.middle
+            self._ratios[degree] = min(max(ratio, 1 / _MOST), _MOST)
+        return self._ratios[degree]
+
+    def _as_tried(self, division: Division) -> Predictor:
+        setting = replace(self.setting, global_batch=division.batch, accumulate=division.accumulate)
+        return Predictor(self.work, self.machine, setting, {})
 
     def _cost(
         self, plan: Plan, division: Division | None, accumulate: int, samples: float
@@ -226,7 +283,8 @@ class Predictor:
             found = found + Interval(wire - hidden, wire - hidden / 2, wire)
         return found, known
 
-    def _margin(self, plan: Plan, division: Division | None) -> float:
+    def _margin(self, plan: Plan) -> float:
+        division = self.work.divisions.get(degrees_of(plan))
         if self.work.traced:
             return _COUNTED
         return _PARTS if division is not None or plan.compressor is not None else 0.0
@@ -237,13 +295,38 @@ class Predictor:
         cores = max(self.machine.cores, 1)
         return max(1.0, here / cores) / max(1.0, self.work.neighbours / cores)
 
-    def _memory(
-        self, plan: Plan, held: Cost, samples: float, stages: int, tensor: int, division: Division | None
-    ) -> dict[str, int]:
+    def _memory(self, plan: Plan, accumulate: int) -> dict[str, int]:
+        held = self._held(plan, accumulate)[0]
+        division = self.work.divisions.get(degrees_of(plan))
+        process = self.work.base + self._code(plan, division)
+        passing = self._passing(plan, accumulate)
+        if division is not None and division.peak:
+            degree = degrees_of(plan)
+            if degree not in self._stretches:
+                self._stretches[degree] = self._stretch(division)
+            passing *= self._stretches[degree]
+        found = {"process": process, **held.resident, "passes": round(passing)}
+        if division is not None and division.peak:
+            found["building"] = max(0, division.built - sum(found.values()))
+        elif division is not None:
+            # The whole model is there until its part has been found, and what that leaves, stays.
+            samples = self._micro(plan, accumulate)[1]
+            whole = sum(p.nbytes for p in self.work.whole.parameters)
+            finding = whole + round(division.building * max(1.0, samples / division.samples))
+            found["building"] = max(0, process + finding - sum(found.values()))
+        return found
+
+    def _passing(self, plan: Plan, accumulate: int) -> float:
+        """Bytes at the peak of the passes of the worker that holds the most."""
+        tensor, stages = degree_of(plan.tensor), degree_of(plan.pipeline)
+        division = self.work.divisions.get(degrees_of(plan))
+        samples = self._micro(plan, accumulate)[1]
         passing = float(self.work.held(samples))
-        if division is not None:
-            passing *= 1 - division.cut + division.cut / tensor
-        if stages > 1 and division is not None:
+        if division is None:
+            return passing
+        # Inputs of layers that are cut are whole on every tensor rank, and what is gathered is there besides.
+        passing += sum(division.parts[0].cut.gathered) * samples / division.samples if tensor > 1 else 0.0
+        if stages > 1:
             options = _options(plan)
             chosen = pipeline.TABLE.look_up(options.schedule)
             most = max(
@@ -252,27 +335,32 @@ class Predictor:
                 for rank in range(stages)
             )
             passing *= min(most, 1.0 * options.microbatches)
-        code = self.machine.code
-        named = (
-            f"{plan.exchange.name} + {plan.compressor.name}"
-            if plan.compressor is not None
-            else plan.exchange.name
-        )
-        more = max(code.get(named, 0), code.get(plan.exchange.name, 0))
-        more += code.get("tp", 0) if tensor > 1 else 0
-        more += code.get("pp", 0) if stages > 1 else 0
+        return passing
+
+    def _stretch(self, division: Division) -> float:
+        """How many times more passes took than was foreseen, where real workers have tried such a division."""
+        there, plan = self._as_tried(division), parse_strategy(division.text)
+        states = there._held(plan, division.accumulate)[0].total
+        foreseen = there._passing(plan, division.accumulate)
+        return max(0.0, division.peak - self.work.base - states) / max(1.0, foreseen)
+
+    def _code(self, plan: Plan, division: Division | None) -> int:
+        """Bytes by which a process grows when it first works so."""
         if self.setting.workers == 1:
-            more = 0
-        found = {"process": self.work.base + more, **held.resident, "passes": round(passing)}
-        if (
-            division is not None
-        ):  # the whole model is there until its part has been found, and what that leaves, stays
-            whole = sum(p.nbytes for p in self.work.whole.parameters)
-            finding = whole + round(division.building * max(1.0, samples / division.samples))
-            found["building"] = max(0, self.work.base + more + finding - sum(found.values()))
-        return found
+            return 0
+        code = self.machine.code
+        name = plan.exchange.name
+        named = f"{name} + {plan.compressor.name}" if plan.compressor is not None else name
+        more = max(code.get(named, 0), code.get(name, 0))
+        if division is not None and division.peak:  # what was seen of it has the code of ddp in it
+            return max(0, more - code.get("ddp", 0))
+        more += code.get("tp", 0) if degree_of(plan.tensor) > 1 else 0
+        return more + (code.get("pp", 0) if degree_of(plan.pipeline) > 1 else 0)
 
 
+_DDP = parse_strategy("ddp").exchange
+_MOST = 8.0
+"""Times longer or shorter than foreseen, beyond which a try says nothing."""
 _PARTS, _COUNTED = 0.06, 0.2
 """By how much more memory a divided model or a compressor took in `scripts/bench plan`, and a pass that was counted."""
 _UNKNOWN = 0.5

@@ -34,6 +34,17 @@ class Division:
     """Share of the passes that each stage computes, in their order."""
     building: int = 0
     """Bytes, beside the whole model, that a worker needs for a moment to find its part."""
+    text: str = ""
+    """The plan that real workers have tried; empty where none have."""
+    batch: int = 0
+    """Their global batch."""
+    accumulate: int = 1
+    seconds: Interval | None = None
+    """Of a step of these."""
+    built: int = 0
+    """Bytes of the one that held the most until its part was made, process included."""
+    peak: int = 0
+    """The same in such steps."""
 
 
 Degrees = tuple[int, int, int]

@@ -6,34 +6,26 @@ then begins at its first step as if nothing had been tried, with the same sample
 
 from __future__ import annotations
 
-import copy
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from shoal import exchange
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError
 from shoal.plan.automatic import AutoOptions, automatic_options, remember, remembered
 from shoal.plan.cache import keep, machine_key
-from shoal.plan.check import check_text
 from shoal.plan.machine import Machine
 from shoal.plan.predict import Prediction, Predictor, Setting, degrees_of
 from shoal.plan.residuals import residuals_of
 from shoal.plan.search import Wanted, search
 from shoal.plan.show import best_of_each, span
-from shoal.train.build import build
-from shoal.train.own_step.build import build_own_step
-from shoal.train.own_step.run_own_step import run_own_step
 from shoal.train.planning.answer_plan import keep_predictions, machine_of
 from shoal.train.planning.calibrate import calibrate
 from shoal.train.planning.calibrate_worker import TABLES, key_of
 from shoal.train.planning.profile_work import Effort, profile_work
-from shoal.train.planning.rehearsal import settle, unheard
+from shoal.train.planning.rehearsal import unheard
+from shoal.train.planning.try_plan import try_plan
 from shoal.train.run_config import RunConfig
-from shoal.train.step import run_step
 from shoal.world.free_memory import free_memory
 from shoal.world.world import World
 
@@ -113,9 +105,11 @@ def _try(config: RunConfig, world: World, candidates: Sequence[str], options: Au
     """Take some steps under each, and give the fastest."""
     times: dict[str, float] = {}
     for text in candidates:
-        taken = _steps_of(config, world, text, options.steps)
-        if taken is not None:
-            times[text] = taken
+        found = try_plan(config, world, text, options.steps, _WARM)
+        if not found.failed:
+            times[text] = found.seconds.middle
+        elif world.rank == 0:
+            _say(f"auto: {text} is left out: {found.failed}")
     if not times:
         return candidates[0]
     best = min(times, key=lambda text: times[text])
@@ -123,41 +117,6 @@ def _try(config: RunConfig, world: World, candidates: Sequence[str], options: Au
         told = ", ".join(f"{text} {span(seconds)}" for text, seconds in times.items())
         _say(f"auto: {best}; tried for {options.steps} steps each: {told}")
     return best
-
-
-def _steps_of(config: RunConfig, world: World, text: str, steps: int) -> float | None:
-    """The median seconds of a step, as the slowest worker sees it; None where the plan cannot be built."""
-    tried = replace(
-        config, strategy=text, checkpoint=None, checkpoint_every=None, copies="", loader_workers=0
-    )
-    if isinstance(config.model, nn.Module):
-        tried.model = copy.deepcopy(config.model)
-    make, take = (build, run_step) if config.step is None else (build_own_step, run_own_step)
-    with unheard():
-        failed, context = "", None
-        try:
-            check_text(text, world.size)
-            context = make(tried, world, "")[1]
-        except ShoalError as error:
-            failed = str(error)
-        reasons = [reason for reason in world.gather_values(failed) if reason]
-        if reasons or context is None:
-            if world.rank == 0:
-                _say(f"auto: {text} is left out: {reasons[0]}")
-            return None
-        context.exchange.start(0, context.join_state())
-        seen, done = [], 0
-        for number in range(_WARM + steps):
-            view = context.exchange.work.next(done, 10**9)
-            assert view is not None
-            report = take(context, view)
-            done = report.number
-            if number >= _WARM:
-                seen.append(report.seconds)
-        context.exchange.close()
-        del context
-        settle()
-    return max(float(seconds) for seconds in world.gather_values(statistics.median(seen)))
 
 
 def _say(sentence: str) -> None:

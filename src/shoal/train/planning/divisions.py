@@ -48,7 +48,7 @@ def divide_all(config: RunConfig, model: nn.Module, whole: ModelProfile, workers
     made = Divisions()
     end = time.process_time() + SECONDS
     for degree in _ways(workers):
-        text = _text(degree)
+        text = text_of(degree)
         if time.process_time() > end:
             made.refused[degree] = (
                 f"to divide the model took longer than {SECONDS:g} s; {text} was not tried."
@@ -69,7 +69,12 @@ def _ways(workers: int) -> Iterator[Degrees]:
     yield from ((tensor, stages, 2) for tensor, stages in ways if stages > 1)
 
 
-def _text(degree: Degrees) -> str:
+def text_of(degree: Degrees) -> str:
+    """The plan by which a way to divide a model is tried.
+
+    >>> text_of((2, 1, 1)), text_of((1, 2, 1))
+    ('ddp * tp2', 'ddp * pp2(1f1b, microbatches=2)')
+    """
     tensor, stages, each = degree
     schedule = "interleaved" if each > 1 else "1f1b"
     cut = f" * tp{tensor}" if tensor > 1 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,10 @@ from shoal.train.model.make import make_model
 from shoal.train.model.profile import profile_model
 from shoal.train.own_step.check import check_strategy
 from shoal.train.own_step.models import make_models
-from shoal.train.planning.divisions import Divisions, divide_all, tables_in
-from shoal.train.planning.rehearsal import pass_alone, rehearse, resident
+from shoal.train.planning.divisions import Divisions, divide_all, tables_in, text_of
+from shoal.train.planning.rehearsal import allocated, pass_alone, rehearse, resident
 from shoal.train.planning.trace import CannotTrace, Traced, trace
+from shoal.train.planning.try_plan import try_plan
 from shoal.train.run_config import RunConfig, check_kinds
 from shoal.train.server_setup import order_of_use
 from shoal.train.technique import precision
@@ -50,6 +52,8 @@ ROOM = 0.8
 """Of the memory that is free, which profiling may take."""
 SMALL = 0.1
 """Of it, below which nobody asks how much a pass takes before it is run."""
+_TRIES = 20.0
+"""Seconds by the clock after which no other way to divide a model is tried by real workers."""
 _RATE = 0.5
 """How uncertain seconds are that follow from counted operations only."""
 
@@ -58,7 +62,7 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
     """The profile of a run on so many workers. Every worker of `world` calls it: they are each other's neighbours."""
     if config.step is None:
         check_kinds(config)
-    base = resident("VmRSS")
+    base, own = resident("VmRSS"), allocated()
     sizes = _sizes(config.global_batch, workers, world.size)
     whole, divisions = whole_profile(config), Divisions()
     model_bytes = plan_cost(check_text("ddp", 1), whole, Mesh.imagine(World.alone(), 1)).total
@@ -89,7 +93,8 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
     if effort.divide and workers > 1:
         if world.rank == 0:
             divisions = _divisions(config, whole, workers)
-        world.barrier()
+        if workers == world.size:
+            _try_divisions(config, divisions, world, own)
     alone = 1.0
     if world.size > 1:
         if world.rank == 0:
@@ -156,6 +161,34 @@ def _divisions(config: RunConfig, whole: ModelProfile, workers: int) -> Division
     order = order_of_use(make_trial(config, model, feed, torch.device("cpu")))
     ranked = replace(whole, parameters=profile_model(model, config.optimizer, order).parameters)
     return divide_all(config, model, ranked, workers)
+
+
+def _try_divisions(config: RunConfig, divisions: Divisions, world: World, own: int) -> None:
+    """Let the workers take a few steps of each way to divide the model: what they hold and take is then known.
+
+    `own`: bytes that a process has allocated before anything of a run.
+    """
+    end = time.monotonic() + _TRIES
+    ways: list[list[int]] = world.gather_values([list(way) for way in divisions.found])[0]
+    for tensor, stages, each in ways:
+        if world.gather_values(time.monotonic() > end)[0]:
+            return
+        degree = (tensor, stages, each)
+        text = text_of(degree)
+        seen = try_plan(config, world, text, steps=3, warm=2)
+        if world.rank == 0 and not seen.failed:
+            divisions.found[degree] = replace(
+                divisions.found[degree],
+                text=text,
+                batch=config.global_batch,
+                accumulate=config.accumulate,
+                seconds=seen.seconds,
+                built=own + seen.built,
+                peak=own + seen.peak,
+            )
+        elif world.rank == 0:
+            del divisions.found[degree]
+            divisions.refused[degree] = seen.failed
 
 
 def _counted(traced: Traced, whole: ModelProfile, machine: Machine, sizes: list[int]) -> Work:

@@ -173,6 +173,11 @@ def resident(what: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:")), 0)
 
 
+def allocated() -> int:
+    """Bytes of this process that are no pages of files, such as code."""
+    return resident("VmRSS") - resident("RssFile")
+
+
 def forget_peak() -> None:
     """From now on the peak is counted anew."""
     with suppress(
