@@ -6,6 +6,7 @@ is left out and counted. If it raises, that is said once, and it gets nothing mo
 
 from __future__ import annotations
 
+import atexit
 import queue
 import sys
 import threading
@@ -62,6 +63,7 @@ class Sending:
         self.failed: dict[str, str] = {}
         """Trackers that raised, and what."""
         self._words: list[str] = []
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="shoal-trackers", daemon=True)
         self._thread.start()
 
@@ -97,7 +99,11 @@ class Sending:
                 return
 
     def close(self) -> None:
-        """Let trackers have what waits, for a while, and end."""
+        """Let trackers have what waits, for a while, and end; twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
@@ -117,6 +123,8 @@ class Sending:
 
     def _run(self) -> None:
         trackers = {name: made for name in self._names if (made := self._make(name)) is not None}
+        # After theirs was registered, and so before it is called: wandb takes its service away at exit.
+        atexit.register(self.close)
         reached = 0
         while (what := self._queue.get()) is not None:
             self._moved = monotonic()
