@@ -35,6 +35,7 @@ BENCHMARKS = {
     "memory": "state",
     "checkpoint": "state",
     "data": "data",
+    "stages": "data",
     "recovery": "faults",
     "augment": "data",
     "order": "data",

@@ -34,6 +34,19 @@ Retries = Annotated[
     typer.Option(help="Starts after a lost worker, in a row without progress; 0: its loss ends the run."),
 ]
 
+Preparers = Annotated[
+    int, typer.Option(help="Processes that make the parts of a PreparedStore beside the workers.")
+]
+Evaluators = Annotated[
+    int, typer.Option(help="Processes that measure each checkpoint on validation= beside the workers.")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run/--no-dry-run", help="Build a model that tpN or ppN divides in one process first."
+    ),
+]
+
 
 def run(
     script: Annotated[str, typer.Argument(help="The Python file to run.", show_default=False)],
@@ -59,12 +72,9 @@ def run(
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
     hang_limit: HangLimit = HANG_SECONDS,
     retries: Retries = RETRIES,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run/--no-dry-run", help="Build a model that tpN or ppN divides in one process first."
-        ),
-    ] = True,
+    preparers: Preparers = 0,
+    evaluators: Evaluators = 0,
+    dry_run: DryRun = True,
     no_scout: Annotated[bool, typer.Option("--no-scout", hidden=True)] = False,
 ) -> None:
     """Run a script in several workers. No line of the script changes.
@@ -72,6 +82,7 @@ def run(
     \b
     shoal run --workers 4 train.py
     shoal run --workers 4 --strategy zero1 --steps 100 train.py --data corpus/
+    shoal run --preparers 2 --evaluators 1 train.py
     shoal run --set clip=0.5 --set precision=bf16 train.py
     shoal run --hosts 2 --host 0 --at 10.0.0.1:29500 train.py    (and --host 1 on the other)
     """
@@ -89,6 +100,8 @@ def run(
         at=at,
         hang_limit=hang_limit,
         retries=retries,
+        preparers=preparers,
+        evaluators=evaluators,
     )
     if no_scout:
         typer.echo("shoal: --no-scout is now called --no-dry-run.", err=True)

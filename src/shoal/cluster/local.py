@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.cluster import worker
 from shoal.cluster.output import Output, OutputStreams, open_streams
@@ -32,6 +32,19 @@ from shoal.world.progress_page import ProgressPage
 if TYPE_CHECKING:
     from shoal.cluster.recovery.liaison import Liaison
     from shoal.cluster.server_broker import ServerBroker
+
+StartProcess = Callable[[worker.Task, OutputStreams, Sequence[int]], int]
+"""(task, its streams, descriptors that it closes) -> its process id"""
+
+
+class Companions(Protocol):
+    """Processes beside the workers, which outlive one start of them (stage_processes.py)."""
+
+    def enter(self, crew: Crew, start_process: StartProcess) -> None:
+        """Workers have been started, and `crew` watches over them."""
+
+    def leave(self) -> None:
+        """The workers of this start have ended."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,10 @@ class Job:
     """Seconds after which a worker that hangs is taken for lost; 0: it never is. See stalls.py."""
     least: int = 0
     """With fewer workers than these the job does not go on; 0: than all of them. See recovery/elastic.py."""
+    preparers: int = 0
+    """Processes that make the parts of a PreparedStore beside the workers."""
+    evaluators: int = 0
+    """Processes that evaluate checkpoints beside the workers."""
     retries: int = 0
     """After a lost worker all are started again, so often in a row without progress. See recovery/."""
 
@@ -93,6 +110,8 @@ class Attempt:
 
     liaison: Liaison | None = None
     """With the launchers of other hosts."""
+    stages: Companions | None = None
+    """Who works beside the workers."""
 
     def run(self, goes_on: Callable[[WorkerFailed, int], bool], yields_in: float | None = None) -> bool:
         """Until all have ended well; raises the first cause where one has not.
@@ -117,6 +136,8 @@ class Attempt:
             with self.interrupts.held():
                 for index in range(job.workers):
                     starter.start(index)
+            if self.stages is not None:
+                self.stages.enter(crew, starter.start_process)
             crew.watch(job.seconds if yields_in is None else yields_in)
             if yields_in is not None and crew.works:
                 crew.ask_to_yield()
@@ -130,6 +151,8 @@ class Attempt:
         finally:
             crew.forget_others()
             crew.end()
+            if self.stages is not None:
+                self.stages.leave()
             if broker is not None:
                 broker.close()
             crew.close()
@@ -144,6 +167,9 @@ def check(job: Job) -> None:
     for name, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} is too few; it must be at least 1.")
+    for name, value in (("--preparers", job.preparers), ("--evaluators", job.evaluators)):
+        if value < 0:
+            raise ConfigError(f"{name} {value} is negative; 0 starts none.")
     if job.retries < 0:
         raise ConfigError(f"--retries {job.retries} is negative; 0 starts nothing again.")
     if job.hang_limit < 0:
@@ -283,10 +309,16 @@ class WorkerStarter:
         descriptors = [*self.crew.descriptors, *(self.broker.descriptors if self.broker else [])]
         progress = ProgressPage.create(page)
         try:
-            pid = _fork(task, streams, descriptors, self.threads) if self.forkable else _spawn(task, streams)
+            pid = self.start_process(task, streams, descriptors)
         finally:
             streams.close()
         self.crew.add(rank, pid, streams.relays, progress)
+
+    def start_process(self, task: worker.Task, streams: OutputStreams, descriptors: Sequence[int]) -> int:
+        """A process for a task; it closes these descriptors of the launcher."""
+        if not self.forkable:
+            return _spawn(task, streams)
+        return _fork(task, streams, descriptors, task.environment["OMP_NUM_THREADS"])
 
     def replace(self, rank: int) -> bool:
         """A worker was killed: start another in its place. False if the others need this one, or it keeps dying."""

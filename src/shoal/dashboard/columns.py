@@ -117,6 +117,13 @@ class Columns:
             if isinstance(metrics := event.get("metrics"), dict):
                 self._add_values(step, metrics)
 
+    def add_values_of(self, event: Event) -> None:
+        """What another process has measured of the run, as evaluators do."""
+        if event.get("event") == "log" and isinstance(values := event.get("values"), dict):
+            after = event.get("after")
+            with self.lock:
+                self._add_values(after if isinstance(after, int) else 0, values)
+
     def _add_event(self, event: Event) -> None:
         if event.get("event") == "log" and isinstance(values := event.get("values"), dict):
             after = event.get("after")

@@ -105,7 +105,10 @@ class RunLog:
             if role not in self._others:
                 self._others[role] = (Follower(events_path(self.folder, role)), [])
         for role, (follower, events) in self._others.items():
-            events += [{**event, "role": role} for event in follower.poll() if "event" in event]
+            fresh = [{**event, "role": role} for event in follower.poll() if "event" in event]
+            for event in fresh:
+                self.columns.add_values_of(event)
+            events += fresh
             del events[:-2000]
         return sum(len(events) for _, events in self._others.values())
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.data.prepared.prepared_store import PreparedStore as PreparedStore
     from shoal.data.store.keys import KeyIndex as KeyIndex
     from shoal.data.store.packed import PackedTokens as PackedTokens
     from shoal.data.store.store import Store as Store
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 _HOME = {
     "KeyIndex": "shoal.data.store.keys",
     "PackedTokens": "shoal.data.store.packed",
+    "PreparedStore": "shoal.data.prepared.prepared_store",
     "Store": "shoal.data.store.store",
 }
-__all__ = ["KeyIndex", "PackedTokens", "Store"]
+__all__ = ["KeyIndex", "PackedTokens", "PreparedStore", "Store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ _MOST = {
     "window": MOST_BATCHES,
 }
 """Limits keep the state below 200 bytes of JSON, whatever the numbers are."""
+_MOST_TEXT = 60
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Cursor:
     """Samples in each batch of a window, if the order of this epoch is sorted in windows."""
     window: int = 0
     """Batches in a window, if the order of this epoch is sorted in windows; else 0."""
-    shuffle: bool = True
+    shuffle: bool | str = True
+    """Or the name of the order, as "blocks(65536, window=16)"."""
 
-    def to_state(self) -> dict[str, int | bool]:
+    def to_state(self) -> dict[str, int | bool | str]:
         """Plain values, at most 200 bytes as compact JSON."""
         return dataclasses.asdict(self)
 
@@ -65,6 +67,8 @@ class Cursor:
         known = {field.name: state.get(field.name) for field in dataclasses.fields(Cursor)}
         for name, value in known.items():
             limit = _MOST.get(name)
+            if name == "shuffle" and isinstance(value, str) and len(value) <= _MOST_TEXT:
+                continue
             right = type(value) is (bool if name == "shuffle" else int)
             if not right or (limit is not None and not 0 <= value <= limit):  # type: ignore[operator]
                 raise ConfigError(_damaged(f"{name} is {value!r}"))

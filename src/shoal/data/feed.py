@@ -25,7 +25,8 @@ class Feed:
     size: int
     accumulate: int = 1
     seed: int = 0
-    shuffle: bool = True
+    shuffle: bool | str = True
+    """Or blocks of neighbours: "blocks(65536)"."""
     collate: Collate | None = None
     workers: int = 0
     """Processes that prepare batches ahead; 0 prepares them in the training process when they are needed."""

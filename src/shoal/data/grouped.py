@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.data.order import GlobalOrder, shuffled
+from shoal.data.order import ArrivingOrder, BlockOrder, GlobalOrder, shuffled
 from shoal.partition.base import Keys
 from shoal.partition.cuts import Ids
 from shoal.seeds import derive
@@ -23,7 +23,9 @@ class GroupedOrder:
     array([1, 2, 0, 4, 5, 3])
     """
 
-    def __init__(self, order: GlobalOrder, lengths: Keys, grain: int, window: int) -> None:
+    def __init__(
+        self, order: GlobalOrder | BlockOrder | ArrivingOrder, lengths: Keys, grain: int, window: int
+    ) -> None:
         """`grain`: samples in a batch; `window`: batches in a window."""
         self._order = order
         self._lengths = lengths

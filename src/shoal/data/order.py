@@ -14,14 +14,18 @@ sets have too few bits to mix, so there the samples are sorted by a keyed hash.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from shoal.config import fill_options, parse_choice
 from shoal.errors import ConfigError
 from shoal.partition.cuts import Ids
 from shoal.seeds import derive
 
+Shuffle = bool | str
+"""Whether samples are shuffled; or "blocks(65536)", "blocks(65536, window=8)"."""
 Words = npt.NDArray[np.uint32]
 """One half of each number of a block."""
 
@@ -59,6 +63,11 @@ class GlobalOrder:
                 "Check that len() of the data set is right."
             )
 
+    def name(self, epoch: int) -> Shuffle:
+        """What a cursor keeps of it."""
+        del epoch
+        return self.shuffle
+
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """The sample ids at positions [start, stop) of an epoch. Costs the same anywhere in the epoch.
 
@@ -87,6 +96,145 @@ class GlobalOrder:
         for first in range(0, len(found), _BLOCK):
             network.permute_below(self.num_samples, found[first : first + _BLOCK])
         return found
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """Blocks of neighbours in random order, and the samples of `window` blocks mixed: few places are read at a time.
+
+    Reading from spinning disks and from URLs likes that. It is less random than `GlobalOrder`: the samples of a block
+    meet within one window of each epoch, `rows` × `window` samples long. Each epoch cuts the blocks at other places.
+
+    >>> order = BlockOrder(num_samples=12, seed=0, rows=3, window=2)
+    >>> order.ids(epoch=0, start=0, stop=12)
+    array([ 5, 11,  0, 10,  4,  6,  1,  7,  8,  3,  9,  2])
+    >>> BlockOrder(1_000_000_000, 0, rows=65536).ids(epoch=7, start=500_000_000, stop=500_000_002)
+    array([895362527, 242442236])
+    """
+
+    num_samples: int
+    seed: int
+    rows: int
+    """In a block; the last of an epoch may be shorter."""
+    window: int = 16
+    """Blocks whose samples are mixed."""
+    shuffle: ClassVar[bool] = True
+
+    def name(self, epoch: int) -> str:
+        """What a cursor keeps of it."""
+        del epoch
+        return f"blocks({self.rows}, window={self.window})"
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """The sample ids at positions [start, stop) of an epoch."""
+        if not 0 <= start <= stop <= self.num_samples:
+            raise ConfigError(
+                f"positions [{start}, {stop}) do not lie in an epoch of {self.num_samples} samples."
+            )
+        span = self.rows * self.window
+        windows = range(start // span, -(-stop // span))
+        found = [
+            self._window(epoch, number, max(start - number * span, 0), stop - number * span)
+            for number in windows
+        ]
+        if not found:
+            return np.empty(0, dtype=np.int64)
+        first = derive(self.seed, "first block", epoch) % self.num_samples
+        return (np.concatenate(found) + first) % self.num_samples
+
+    def _window(self, epoch: int, number: int, start: int, stop: int) -> Ids:
+        """Samples [start, stop) of a window, as if the first block of the epoch began with sample 0."""
+        begin = number * self.rows * self.window
+        size = min(self.rows * self.window, self.num_samples - begin)
+        mixed = GlobalOrder(size, derive(self.seed, "window of blocks", number)).ids(
+            epoch, start, min(stop, size)
+        )
+        slots, inside = np.divmod(mixed, self.rows)
+        full = self.num_samples // self.rows
+        first = number * self.window
+        order = GlobalOrder(max(full, 1), derive(self.seed, "blocks"))
+        blocks = order.ids(epoch, min(first, full), min(first + self.window, full)) if full else slots[:0]
+        blocks = np.append(blocks, full)  # what is left over behind the full blocks comes last
+        return blocks[slots] * self.rows + inside
+
+
+@dataclass(frozen=True)
+class ArrivingOrder:
+    """The order of samples that come in parts: the first epoch takes part after part, each shuffled in itself.
+
+    >>> order = ArrivingOrder(GlobalOrder(7, seed=0), rows=3)
+    >>> order.ids(epoch=0, start=0, stop=7)
+    array([0, 2, 1, 3, 4, 5, 6])
+    """
+
+    later: GlobalOrder | BlockOrder
+    """The order of all other epochs."""
+    rows: int
+    """In a part; the last may be shorter."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of each epoch."""
+        return self.later.num_samples
+
+    @property
+    def seed(self) -> int:
+        """Of both orders."""
+        return self.later.seed
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether samples are mixed at all."""
+        return bool(self.later.shuffle)
+
+    def name(self, epoch: int) -> Shuffle:
+        """What a cursor keeps of it."""
+        return self.later.name(epoch) if epoch else f"parts({self.rows})"
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """The sample ids at positions [start, stop) of an epoch."""
+        if epoch > 0 or not self.shuffle or not 0 <= start < stop <= self.num_samples:
+            return self.later.ids(epoch, start, stop)
+        found = []
+        for part in range(start // self.rows, -(-stop // self.rows)):
+            begin = part * self.rows
+            size = min(self.rows, self.num_samples - begin)
+            order = GlobalOrder(size, derive(self.seed, "part", part))
+            found.append(order.ids(0, max(start - begin, 0), min(stop - begin, size)) + begin)
+        return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The options of shuffle="blocks(…)"."""
+
+    rows: int
+    window: int = 16
+
+
+def make_order(
+    num_samples: int, seed: int, shuffle: Shuffle, arrives: int = 0
+) -> GlobalOrder | BlockOrder | ArrivingOrder:
+    """The order that `shuffle` asks for. `arrives`: samples come in parts of so many; 0: all are there.
+
+    >>> make_order(100, 0, "blocks(8, window=2)")
+    BlockOrder(num_samples=100, seed=0, rows=8, window=2)
+    >>> make_order(100, 0, "block(8)")
+    Traceback (most recent call last):
+    shoal.errors.ConfigError: shuffle='block(8)'; it is True, False, or "blocks(65536)": so many neighbours in a block.
+    """
+    order: GlobalOrder | BlockOrder = GlobalOrder(num_samples, seed, shuffle is not False)
+    if isinstance(shuffle, str):
+        choice = parse_choice(shuffle, "shuffle") if shuffle else None
+        if choice is None or choice.name != "blocks":
+            raise ConfigError(
+                f'shuffle={shuffle!r}; it is True, False, or "blocks(65536)": so many neighbours in a block.'
+            )
+        options = fill_options(choice, _Blocks)
+        if options.rows < 1 or options.window < 1:
+            raise ConfigError(f"shuffle={shuffle!r}: a block has at least one row, and a window one block.")
+        order = BlockOrder(num_samples, seed, options.rows, options.window)
+    return ArrivingOrder(order, arrives) if arrives and shuffle is not False else order
 
 
 class _Feistel:

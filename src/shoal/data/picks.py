@@ -13,7 +13,7 @@ from shoal.data.columns import keys_for
 from shoal.data.cursor import Cursor, Track, short_seed
 from shoal.data.feed import Feed
 from shoal.data.grouped import GroupedOrder
-from shoal.data.order import GlobalOrder
+from shoal.data.order import ArrivingOrder, BlockOrder, GlobalOrder, make_order
 from shoal.data.sampler import SampledOrder, SampledTrack
 from shoal.data.sharing import Sharing
 from shoal.data.source import BatchSource
@@ -24,7 +24,8 @@ from shoal.seeds import derive
 _AHEAD = 8192
 """Ids are computed this many at a time: a step of small batches should not pay for setting up the order."""
 
-Order = GlobalOrder | GroupedOrder | SampledOrder
+Plain = GlobalOrder | BlockOrder | ArrivingOrder
+Order = Plain | GroupedOrder | SampledOrder
 
 Cuts = tuple[list[tuple[int, int]], tuple[bool, ...]]
 """Where a worker's micro-batches begin and end in a step, and which of them have samples."""
@@ -45,7 +46,10 @@ class Picks:
         self._keys = keys_for(feed.partition, feed.columns, self._samples, source)
         self.sharing = Sharing(feed.partition.weights(feed.parts))
         self._sampled = None if feed.sampler is None else SampledOrder(feed.sampler, self._samples, feed.seed)
-        self._order = self._sampled or GlobalOrder(self._samples, feed.seed, feed.shuffle)
+        self._plain = make_order(
+            self._samples, feed.seed, feed.shuffle, source.arrives if source is not None else 0
+        )
+        self._order = self._sampled or self._plain
         self._grouped = self._group(feed.global_batch, feed.partition.reach)
         self._begun: tuple[int, Order, int] = (0, self._grouped, self._samples)
         """The epoch with which the run goes on, its order and its samples: as another run had begun it."""
@@ -98,7 +102,9 @@ class Picks:
         order = self._order_of(epoch)
         grain, window = (order.grain, order.window) if isinstance(order, GroupedOrder) else (0, 0)
         seed = short_seed(feed.seed)
-        samples, shuffle = (self._samples_of(epoch), feed.shuffle) if self._sampled is None else (0, False)
+        samples, shuffle = (
+            (self._samples_of(epoch), self._plain.name(epoch)) if self._sampled is None else (0, False)
+        )
         return Cursor(epoch, start, samples, seed, feed.global_batch, grain, window, shuffle)
 
     def go_on(self, step: int, cursor: Cursor) -> list[str]:
@@ -108,9 +114,7 @@ class Picks:
         self._begun = (epoch, self._grouped, begun)
         if position >= self._length(epoch, used=True):
             epoch, position, begun = epoch + 1, 0, self._samples
-        order = (
-            GlobalOrder(begun, self.feed.seed, self.feed.shuffle) if begun < self._samples else self._order
-        )
+        order = make_order(begun, self.feed.seed, self.feed.shuffle) if begun < self._samples else self._order
         self._begun = (epoch, self._group(self.feed.global_batch, self.feed.partition.reach, order), begun)
         self.track = self._track(step, epoch, position)
         told = changes(cursor, self.cursor(step))
@@ -164,7 +168,7 @@ class Picks:
         """Whether a sampler makes whole batches."""
         return self._sampled is not None and self._sampled.own_batches
 
-    def _group(self, grain: int, window: int, order: GlobalOrder | SampledOrder | None = None) -> Order:
+    def _group(self, grain: int, window: int, order: Plain | SampledOrder | None = None) -> Order:
         order = order or self._order
         if not window:
             return order

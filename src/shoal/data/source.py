@@ -27,6 +27,9 @@ class BatchSource(ABC):
 
     grows: ClassVar[bool] = False
     """Whether samples are only ever added: the first n stay what they were."""
+    arrives: int = 0
+    """Samples come in parts of so many while training goes on, and the first epoch takes them in order; 0: all are
+    there."""
 
     @abstractmethod
     def __len__(self) -> int: ...

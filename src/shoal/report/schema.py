@@ -76,7 +76,11 @@ EVENTS: Mapping[str, Kind] = {
         {"time": "number", "why": "text"},
         {"after": "int", "error": "text", "exit_code": "int"},
     ),
-    "log": Kind("what the script gave to run.log", {"time": "number", "after": "int", "values": "object"}),
+    "log": Kind(
+        "what the script gave to run.log, or an evaluator measured",
+        {"time": "number", "after": "int", "values": "object"},
+        {"seconds": "number", "written": "text"},
+    ),
     "note": Kind(
         "a sentence that was shown to the user", {"time": "number", "text": "text"}, {"after": "int"}
     ),

@@ -98,6 +98,11 @@ class Loop:
         if self._boundary.step:
             self._save_decided(progress)
 
+    @property
+    def at_checkpoint(self) -> bool:
+        """Whether the step that is over is saved."""
+        return self._boundary.due
+
     def steps(self, how_long: int | str, progress: Progress) -> Iterator[StepReport]:
         """Train until `how_long` is reached, yielding a report after each step; goes on from `progress`."""
         exchange = self.context.exchange

@@ -37,7 +37,7 @@ from shoal.train.planning.answer_plan import answer_plan
 from shoal.train.planning.profile_work import key_of
 from shoal.train.planning.settle_plan import settle_plan
 from shoal.train.planning.watch import Foresight
-from shoal.train.run_config import RunConfig, adopt_loader, apply_overrides
+from shoal.train.run_config import RunConfig, adopt_loader, apply_overrides, log_folder, plain_settings
 from shoal.train.server_setup import meets_at_servers
 from shoal.train.state.checkpoint_config import CheckpointConfig
 from shoal.train.state.checkpoints import BEST, Checkpoints
@@ -46,6 +46,8 @@ from shoal.train.technique.early_stop import Best, EarlyStop, check_mode, is_bet
 from shoal.train.technique.gradients import OnGradients, check_gradients
 from shoal.train.technique.journal import Header, check_values
 from shoal.train.technique.metrics import Metric
+from shoal.train.validation import evaluator
+from shoal.train.validation.between import measured_steps, validates_itself
 from shoal.train.watch.watch import Watch
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
@@ -76,11 +78,13 @@ class Run(RunConfig):
         end_in_one_sentence(launch.rank)
         self._steps_override = apply_overrides(self, launch.overrides)
         said = adopt_loader(self)
+        watched = evaluator.become_evaluator(self, launch)
         self.accumulate *= launch.stands_for
         self._rehearsal = bool(launch.record)
         if launch.record:
             self._keep_nothing(launch.record)
         config = self.config = self._settings()
+        evaluator.check_stages(config, launch)
         early_stop = EarlyStop.of(self.early_stop)
         kept = self._kept()
         if launch.dry_run:
@@ -106,6 +110,8 @@ class Run(RunConfig):
             self.world.rank, "while the run was made", lambda: remedies_of_making(exchange, launch.size)
         ):
             self._make(launch, said, kept, early_stop, page)
+        if watched is not None:
+            evaluator.evaluate_checkpoints(self._context, config, watched, launch)
 
     def _make(
         self,
@@ -140,6 +146,7 @@ class Run(RunConfig):
         if early_stop is not None:
             early_stop.restore(self._progress.early_stop_was)
             self._progress.early_stop = early_stop
+        self._validates = validates_itself(config, self._context, launch)
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
         page.enter(Phase.BETWEEN)
@@ -148,7 +155,7 @@ class Run(RunConfig):
 
     def _open_state(self, page: ProgressPage) -> StateFile | None:
         """The file in which this rank says what it is doing."""
-        folder = _log_folder(self.config)
+        folder = log_folder(self.config)
         if folder is None:
             return None
         world = self.world
@@ -168,7 +175,7 @@ class Run(RunConfig):
             self._context,
             self.schedule,
             self._checkpoints,
-            _log_folder(self.config),
+            log_folder(self.config),
             self._header(),
             self.progress,
             self.schedule_every,
@@ -204,7 +211,12 @@ class Run(RunConfig):
     def steps(self, how_long: int | str) -> Iterator[StepReport]:
         """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
         asked = how_long if self._steps_override is None else self._steps_override
-        return self._loop.steps(asked, self._progress)
+        steps = self._loop.steps(asked, self._progress)
+        return measured_steps(self._loop, steps, self._validate) if self._validates else steps
+
+    def _validate(self) -> None:
+        assert self.validation is not None
+        self.log(evaluator.values_of(self.evaluate(self.validation, self.metrics)))
 
     @contextmanager
     def gradients(self, function: OnGradients) -> Iterator[None]:
@@ -381,7 +393,7 @@ class Run(RunConfig):
             "version": shoal.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "settings": _plain_settings(self.config),
+            "settings": plain_settings(self.config),
             **self._skew(),
             **(self._foresight.header() if self._foresight is not None else {}),
         }
@@ -434,17 +446,3 @@ def _join(config: RunConfig, launch: Launch) -> World:
     if launch.launcher and meets_at_servers(config.strategy):
         return World.unjoined(launch, config.device)
     return World.open(launch, config.backend, config.device)
-
-
-def _plain_settings(config: RunConfig) -> dict[str, object]:
-    """What the user asks for, as far as it is numbers and text: two runs are compared by it."""
-    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
-    return {name: value for name, value in found.items() if isinstance(value, int | float | bool | str)}
-
-
-def _log_folder(config: RunConfig) -> Path | None:
-    if config.log is None:
-        return None
-    if config.log == "auto":
-        return Path(config.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
-    return Path(config.log)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from torch import nn
@@ -114,7 +116,9 @@ class RunConfig:
     augment: Augment = ""
     """How samples vary from epoch to epoch: "crop(4) & flip & mixup(0.2, classes=10)", functions (sample, rng) ->
     sample of your own, or a list of both; `shoal list augment` shows the choices. Never in run.evaluate."""
-    shuffle: bool = True
+    shuffle: bool | str = True
+    """False keeps the order of the data set; "blocks(65536)" mixes blocks of neighbours, for disks and URLs that
+    are slow at single samples."""
     sampler: Sampler | None = None
     """An order of your own: iter() gives the numbers of an epoch's samples, or its global batches as lists of them."""
     drop_last: bool = False
@@ -143,6 +147,9 @@ class RunConfig:
     """Folder for checkpoints. A run that finds one there goes on from it."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; the last step is saved too. Training goes on while they are written."""
+    validation: Source | None = None
+    """Data on which each automatic checkpoint is measured, with `metrics`, as val_loss and val_NAME in the log: by
+    `shoal run --evaluators 1` beside training, else by the workers when they save it."""
     checkpoint_keep: int | str | None = 3
     """How many automatic checkpoints stay, as 3 or "last=3, every=1000"; None keeps all. Named ones always stay, and so
     does what was saved under another value."""
@@ -261,7 +268,22 @@ def apply_overrides(config: RunConfig, overrides: Mapping[str, Value]) -> int | 
     return str(steps) if isinstance(steps, float) else steps
 
 
+def plain_settings(config: RunConfig) -> dict[str, object]:
+    """What the user asks for, as far as it is numbers and text: two runs are compared by it."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    return {name: value for name, value in found.items() if isinstance(value, int | float | bool | str)}
+
+
+def log_folder(config: RunConfig) -> Path | None:
+    """Where the event logs go; None: nowhere."""
+    if config.log is None:
+        return None
+    if config.log == "auto":
+        return Path(config.checkpoint or f"runs/{Path(sys.argv[0]).stem or 'log'}")
+    return Path(config.log)
+
+
 _NOT_SETTABLE = {
     *("model", "loss", "optimizer", "models", "optimizers", "step", "penalty", "metrics"),
-    *("data", "inputs", "collate", "tensor_rules", "columns", "sampler", "worker_init_fn"),
+    *("data", "validation", "inputs", "collate", "tensor_rules", "columns", "sampler", "worker_init_fn"),
 }

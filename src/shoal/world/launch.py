@@ -17,6 +17,9 @@ A launcher tells a worker about itself through the variables below; `torchrun` s
     SHOAL_KEPT         1                                                    a launcher holds the store; nobody else does
     SHOAL_MEMORY       a path                                               where snapshots in memory are kept
     SHOAL_AGAIN        {"times": 1, "failed": 12.5, "said": "…"}            why the workers were started anew
+    SHOAL_ROLE         preparer 0, evaluator 1                              this process is no worker
+    SHOAL_STAGES       {"preparers": 2, "evaluators": 1, "over": "/path"}   who works beside the workers; what appears
+                                                                            when the workers are done
     SHOAL_DRY_RUN      tensor 2, pipeline 4, check, plan {...}               what to find out instead of training
 """
 
@@ -64,6 +67,31 @@ class Again:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """Processes of other stages of the job, which run the same script beside the workers.
+
+    >>> Stages.of('{"preparers": 2}').preparers
+    2
+    """
+
+    preparers: int = 0
+    evaluators: int = 0
+    over: str = ""
+    """A file that is there when the workers are done; empty: nobody tells."""
+
+    @staticmethod
+    def of(text: str) -> Stages:
+        """From the launcher's own words; ConfigError for anybody else's."""
+        try:
+            found = Stages(**json.loads(text)) if text else Stages()
+            return Stages(int(found.preparers), int(found.evaluators), str(found.over))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"SHOAL_STAGES={text[:80]!r} is not what `shoal run` says; unset it."
+            ) from error
+
+
+@dataclass(frozen=True)
 class Launch:
     """What the launcher said about this worker."""
 
@@ -96,6 +124,12 @@ class Launch:
     """The folder in the memory of this host for snapshots that outlive the workers; empty: take none."""
     again: Again = field(default_factory=Again)
     """Why the workers were started anew, if they were."""
+    role: str = ""
+    """"preparer" or "evaluator"; empty: a worker."""
+    number: int = 0
+    """Which of them."""
+    stages: Stages = field(default_factory=Stages)
+    """Who works beside the workers."""
     dry_run: str = ""
     """What to find out about the model instead of training it; empty means: train."""
 
@@ -120,6 +154,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
     rank = number("RANK", 0)
     if rank >= size:
         raise ConfigError(f"RANK={rank} needs WORLD_SIZE > {rank}, but WORLD_SIZE={size}.")
+    role, _, which = env.get("SHOAL_ROLE", "").partition(" ")
+    if role not in ("", "preparer", "evaluator") or not (which or "0").isdigit():
+        raise ConfigError(f"SHOAL_ROLE={role[:40]!r} is not what `shoal run` says; unset it.")
     return Launch(
         rank=rank,
         size=size,
@@ -138,5 +175,13 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         kept=bool(env.get("SHOAL_KEPT", "")),
         memory=env.get("SHOAL_MEMORY", ""),
         again=Again.of(env.get("SHOAL_AGAIN", "")),
+        role=role,
+        number=int(which or 0),
+        stages=Stages.of(env.get("SHOAL_STAGES", "")),
         dry_run=env.get("SHOAL_DRY_RUN", ""),
     )
+
+
+def training_is_over(launch: Launch) -> bool:
+    """Whether the workers beside which this process works are done."""
+    return bool(launch.stages.over) and os.path.exists(launch.stages.over)

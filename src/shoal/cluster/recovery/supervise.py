@@ -19,6 +19,7 @@ from shoal.cluster.local import Attempt, Job, address_of, check, import_torch, t
 from shoal.cluster.recovery.elastic import Size
 from shoal.cluster.recovery.liaison import Liaison
 from shoal.cluster.recovery.retries import Retries, Verdict
+from shoal.cluster.stage_processes import StageProcesses
 from shoal.cluster.watch import Interrupts, say
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.world.launch import Again
@@ -40,12 +41,17 @@ def run_job(job: Job) -> None:
     if job.hosts > 1 and not forkable:  # nothing can be forked that would talk to the other hosts
         job = replace(job, retries=0)
     with private_folder() as private, _memory(job) as (memory, descriptor), Interrupts() as interrupts:
-        starts = _Starts(job, private.path, [private.descriptor, *descriptor], memory, interrupts, forkable)
+        stages = StageProcesses(job, private.path, interrupts)
+        kept = [private.descriptor, *descriptor]
+        starts = _Starts(job, private.path, kept, memory, interrupts, forkable, stages)
         try:
             while starts.run():
                 interrupts.obey()
+            stages.finish()
+            interrupts.obey()
         finally:
             starts.close()
+            stages.close()
 
 
 class _Starts:
@@ -59,11 +65,13 @@ class _Starts:
         memory: str,
         interrupts: Interrupts,
         forkable: bool,
+        stages: StageProcesses,
     ) -> None:
         self._job = job
         self._folder = folder
         self._kept = kept
-        self._environment = {"SHOAL_MEMORY": memory} if memory else {}
+        self._stages = stages
+        self._environment = {**({"SHOAL_MEMORY": memory} if memory else {}), **stages.environment()}
         self._interrupts = interrupts
         self._forkable = forkable
         self._retries = Retries(job.retries)
@@ -96,6 +104,7 @@ class _Starts:
             self._kept,
             self._environment,
             self._liaison,
+            self._stages,
         )
         self._number += 1
         self._verdict = Verdict(again=False)

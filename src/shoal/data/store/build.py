@@ -179,10 +179,10 @@ def _lock(stage: Path) -> int:
             os.close(lock)
 
 
-def is_held(stage: Path) -> bool:
+def is_held(stage: Path, name: str = _LOCK) -> bool:
     """Whether a process is at work on a build."""
     try:
-        with open(stage / _LOCK) as lock:
+        with open(stage / name) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -234,7 +234,7 @@ def _write_all(
     with ThreadPoolExecutor(options.threads) as pool:
         try:
             for batch in produced:
-                waiting.append(pool.submit(_write, place, stage, batch, number))
+                waiting.append(pool.submit(write_rows, place, stage, batch, number))
                 number += 1
                 if len(waiting) > options.threads:  # memory for one more than are being written
                     yield _note(journal, waiting)
@@ -251,7 +251,7 @@ def _note(journal: Journal, waiting: deque[Future[StoreFile]]) -> StoreFile:
     return file
 
 
-def _write(place: Place, stage: Path, batch: RecordBatch, number: int) -> StoreFile:
+def write_rows(place: Place, stage: Path, batch: RecordBatch, number: int) -> StoreFile:
     """One file: written, flushed, checked sum by sum, and brought in."""
     pa = arrow()
     path = stage / f"part-{number:06}"
