@@ -118,7 +118,7 @@ def test_overrides_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"global_batch": "big"}, "--set global_batch=big: it should be int."),
         ({"global_batch": 2.5}, "--set global_batch=2.5: it should be int."),
-        ({"shuffle": 1}, "--set shuffle=1: it should be bool."),
+        ({"shuffle": 1}, "shuffle='1'; it is True, False"),
         ({"clipp": 1}, "--set clipp=1: Run has no such setting; did you mean 'clip'?"),
         ({"model": 1}, "--set model=1: Run has no such setting"),
         ({"clip": "vale(3)"}, "unknown clip 'vale'; did you mean 'value'?"),
