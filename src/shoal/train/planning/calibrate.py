@@ -163,7 +163,7 @@ def _added(world: World, family: str, size: tuple[int, int]) -> Added | None:
 
 
 def _side(world: World, strategy: str, layers: int, width: int, samples: int = 1) -> _Side:
-    data = TensorDataset(torch.ones(2 * world.size * samples, width))
+    data = TensorDataset(torch.ones(2 * world.size * samples, width, device="cpu"))
     config = RunConfig(
         model=lambda: Tower(layers, width),
         loss=squared,
