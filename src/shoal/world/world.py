@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from shoal.world.launch import Launch
 from shoal.world.network.compared import Network
 from shoal.world.rendezvous import bind_gloo, in_attempt, open_store
 from shoal.world.shm.backend import NAME, SharedMemoryGroup, register_backend
+from shoal.world.shm.flatten import writable
 from shoal.world.shm.memory import host_key
 from shoal.world.traffic import Traffic as Traffic
 from shoal.world.traffic import ring_bytes, share_of
@@ -44,6 +45,21 @@ class _Done:
 
 
 DONE: Handle = _Done()
+
+
+def _collective(method: Callable[..., Handle]) -> Callable[..., Handle]:
+    """Do it outside of inference mode: what is made on the way is used again, and by threads that are not in it."""
+
+    @wraps(method)
+    def call(world: World, *tensors: Any, **named: Any) -> Handle:
+        if not torch.is_inference_mode_enabled():
+            return method(world, *tensors, **named)
+        with torch.inference_mode(mode=False):
+            return method(
+                world, *[writable(t) if isinstance(t, torch.Tensor) else t for t in tensors], **named
+            )
+
+    return call
 
 
 class World:
@@ -191,6 +207,7 @@ class World:
     # They call the process group itself: the functions of torch.distributed around it cost several microseconds
     # more and change their names between versions.
 
+    @_collective
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """Sum over all ranks, in place."""
         if self.group is None:
@@ -203,6 +220,7 @@ class World:
             return network.all_reduce(tensor)
         return self._group.allreduce([tensor], c10d.AllreduceOptions())
 
+    @_collective
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """Sum over all ranks; rank r keeps slice r in `out`, which may be that slice of `tensor` itself."""
         if self.group is None:
@@ -215,6 +233,7 @@ class World:
             return network.reduce_scatter(out, tensor)
         return reduce_scatter(self._group, out, tensor)
 
+    @_collective
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
         """`out` becomes the parts of all ranks, in rank order; `part` may lie in its place in `out`."""
         if self.group is None:
@@ -227,6 +246,7 @@ class World:
             return network.all_gather(out.chunk(self.size) if out.numel() else [out] * self.size, part)
         return all_gather(self._group, out, part)
 
+    @_collective
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """Slice r of `tensor` goes to rank r; `out` gets one slice from every rank, in rank order."""
         if self.group is None:
@@ -237,6 +257,7 @@ class World:
             return network.all_to_all(out, tensor)
         return self._group.alltoall_base(out, tensor, [], [], c10d.AllToAllOptions())
 
+    @_collective
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Handle:
         """`tensor` of every rank becomes that of rank `source`."""
         if self.group is None:

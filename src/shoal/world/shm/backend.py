@@ -98,6 +98,8 @@ class SharedMemoryGroup(LocalGroup):
         self._mail = Mailboxes(region, region_bytes(size), rank, size)
         self._pairs = Pairs(store, rank, timeout)
         self._kept: deque[Work] = deque(maxlen=_KEPT)
+        self.submitted = 0
+        """Collectives that have been handed to the driver: what ends before that, peers have not heard of."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives that are issued from now on may wait, if their call says nothing else."""
@@ -126,7 +128,7 @@ class SharedMemoryGroup(LocalGroup):
         return self._all_reduce("all_reduce_coalesced", _ALL_REDUCE_COALESCED, tensors, opts)
 
     def _all_reduce(self, name: str, kind: int, tensors: list[Tensor], opts: _ReduceOptions) -> Work:
-        op = reduction(opts.reduceOp)
+        op = reduction(opts.reduceOp, tensors)
         batch = Batch()
         if tensors and tensors[0].layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensors, opts)
@@ -135,9 +137,11 @@ class SharedMemoryGroup(LocalGroup):
         return self._submit(name, batch, word_of(kind, tensors, op.number), tensors, opts)
 
     def _sparse_all_reduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> Work:
-        op = reduction(opts.reduceOp)
+        op = reduction(opts.reduceOp, tensors)
         if op is not SUM:
             raise Refused("a sparse all_reduce can only SUM; pass tensor.to_dense() for other reductions.")
+        if any(tensor.layout is not torch.sparse_coo or not tensor.is_cpu for tensor in tensors):
+            raise Refused("a sparse all_reduce got tensors that are not all sparse_coo tensors of the host.")
         batch = Batch()
         for tensor in tensors:
             batch.add(sparse.all_reduce(self._ops, tensor), sys.maxsize)
@@ -146,7 +150,8 @@ class SharedMemoryGroup(LocalGroup):
 
     @collective(1, "root", "op", "timeout", wrapped=[0])
     def reduce(self, tensors: list[Tensor], opts: _ReduceRootOptions) -> Work:
-        op, root = reduction(opts.reduceOp), opts.rootRank
+        op = reduction(opts.reduceOp, tensors)
+        root = self._root(opts)
         batch = Batch()
         for tensor in tensors:
             batch.add(self._ops.reduce(batch.numbers(tensor), root, op), tensor.nbytes)
@@ -165,7 +170,7 @@ class SharedMemoryGroup(LocalGroup):
     def _reduce_scatter_tensors(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: _ReduceOptions
     ) -> Work:
-        op = reduction(opts.reduceOp)
+        op = reduction(opts.reduceOp, outputs)
         batch = Batch()
         for out, whole in zip(outputs, inputs, strict=True):
             check_parts("reduce_scatter", whole, out, self._size)
@@ -178,7 +183,7 @@ class SharedMemoryGroup(LocalGroup):
 
     @collective(2, "op", "timeout", wrapped=[0])
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _ReduceOptions) -> Work:
-        op = reduction(opts.reduceOp)
+        op = reduction(opts.reduceOp, outputs)
         batch = Batch()
         for out, parts in zip(outputs, inputs, strict=True):
             check_list("reduce_scatter", parts, out, self._size)
@@ -205,7 +210,7 @@ class SharedMemoryGroup(LocalGroup):
 
     @collective(1, "root", "timeout", wrapped=[0])
     def broadcast(self, tensors: list[Tensor], opts: _RootOptions) -> Work:
-        root = opts.rootRank
+        root = self._root(opts)
         batch = Batch()
         for tensor in tensors:
             batch.add(self._ops.broadcast(batch.bytes(tensor), root), tensor.nbytes)
@@ -255,7 +260,8 @@ class SharedMemoryGroup(LocalGroup):
 
     @collective(2, "root", "timeout", wrapped=[1])
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _RootOptions) -> Work:
-        root, part = opts.rootRank, inputs[0]
+        root = self._root(opts)
+        part = inputs[0]
         batch = Batch()
         mine = outputs[0] if self._rank == root else []
         if self._rank == root:
@@ -266,7 +272,8 @@ class SharedMemoryGroup(LocalGroup):
 
     @collective(2, "root", "timeout", wrapped=[0])
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _RootOptions) -> Work:
-        root, out = opts.rootRank, outputs[0]
+        root = self._root(opts)
+        out = outputs[0]
         batch = Batch()
         if self._rank == root:
             check_list("scatter", inputs[0], out, self._size)
@@ -352,6 +359,14 @@ class SharedMemoryGroup(LocalGroup):
         work = SharedWork(self._driver, "refused", _REFUSED, iter(()), [], [])
         self._driver.issue(work, one_round=True)
 
+    def _root(self, opts: _RootOptions) -> int:
+        root = opts.rootRank
+        if 0 <= root < self._size:
+            return root
+        raise Refused(
+            f"a collective got {root} as its root; the ranks of its group are 0 to {self._size - 1}."
+        )
+
     def _submit(
         self,
         name: str,
@@ -366,6 +381,7 @@ class SharedMemoryGroup(LocalGroup):
             timeout = opts.timeout
         seconds = timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
         work = SharedWork(self._driver, name, call, batch.rounds(), results, batch.after, seconds)
+        self.submitted += 1
         with profiled(name, shown or results) if profiler_enabled() else NOT_PROFILED:
             if not opts.asyncOp:
                 self._driver.run(work)

@@ -34,10 +34,9 @@ class Batch:
 
     def numbers(self, tensor: Tensor) -> Tensor:
         """A flat tensor to reduce into; if `tensor` has strides it is copied back at the end."""
-        if tensor.is_contiguous():
-            return numbers(tensor)
-        flat, after = numbers_and_back(tensor)
-        self.after += after
+        flat = numbers(tensor)
+        if not tensor.is_contiguous():
+            self.after += _back(flat, tensor)
         return flat
 
     def bytes(self, tensor: Tensor) -> Tensor:
@@ -52,8 +51,15 @@ def _chain(all_rounds: Sequence[Rounds]) -> Rounds:
 
 def numbers(tensor: Tensor) -> Tensor:
     """Flat, contiguous, outside of autograd, complex numbers as pairs."""
-    if tensor.layout is not _STRIDED or tensor.is_neg() or tensor.is_conj():
+    if tensor.layout is not _STRIDED or not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
         _refuse(tensor)
+    if tensor.is_quantized:
+        raise Refused(
+            f"a collective of the shoal backend got a tensor of {tensor.dtype}, whose scale is not in its memory; pass "
+            "tensor.dequantize(), or tensor.int_repr() and the scale."
+        )
+    if tensor.is_inference():
+        tensor = writable(tensor)
     # The usual case first: for a small collective these checks are a good part of its time.
     if tensor.dim() == 1 and not (tensor.requires_grad or tensor.is_complex()) and tensor.is_contiguous():
         return tensor
@@ -64,7 +70,21 @@ def numbers(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
 
 
+def writable(tensor: Tensor) -> Tensor:
+    """The same memory for a tensor that was made in inference mode: torch lets nobody write that outside of it."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(mode=False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def _refuse(tensor: Tensor) -> NoReturn:
+    if not tensor.is_cpu:
+        raise Refused(
+            f"a collective of the shoal backend got a tensor on {tensor.device}; it moves memory of the host. Use "
+            "nccl for cards, or tensor.cpu()."
+        )
     if tensor.layout is not torch.strided:
         raise Refused(
             f"a collective of the shoal backend got a {str(tensor.layout).removeprefix('torch.')} tensor; only "
@@ -79,10 +99,14 @@ def _refuse(tensor: Tensor) -> NoReturn:
 def numbers_and_back(tensor: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
     """The flat numbers to work on, and steps that copy them back if `tensor` has strides."""
     flat = numbers(tensor)
-    if tensor.is_contiguous():
-        return flat, []
-    target = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return flat, [lambda: target.copy_(flat.view(target.shape))]
+    return flat, [] if tensor.is_contiguous() else _back(flat, tensor)
+
+
+def _back(flat: Tensor, tensor: Tensor) -> list[Callable[[], object]]:
+    target = writable(tensor).detach()
+    if target.is_complex():
+        target = torch.view_as_real(target)
+    return [lambda: target.copy_(flat.view(target.shape))]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,13 @@ from shoal.world.shm.memory import copy
 
 
 class UnknownReduction(Refused, NotImplementedError):
-    """A reduction that shared memory does not offer."""
+    """A reduction that shared memory does not offer, or not of numbers of that type."""
+
+
+_REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_BITS = _WHOLE | {torch.bool}
 
 
 class Reduction(NamedTuple):
@@ -24,33 +30,42 @@ class Reduction(NamedTuple):
     """What stands for it in the word of a call."""
     combine: Callable[..., Tensor]
     """Takes two parts and `out=`."""
+    dtypes: frozenset[torch.dtype]
+    """What it can be taken of. Complex numbers go through memory as pairs, of which only sums mean anything."""
     is_mean: bool = False
 
 
-_COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
+_COMBINE: dict[ReduceOp.RedOpType, tuple[Callable[..., Tensor], frozenset[torch.dtype]]] = {
+    ReduceOp.SUM: (torch.add, _REAL | _COMPLEX | _BITS),
+    ReduceOp.AVG: (torch.add, _REAL | _COMPLEX | _WHOLE),
+    ReduceOp.PRODUCT: (torch.mul, _REAL | _BITS),
+    ReduceOp.MIN: (torch.minimum, _REAL | _BITS),
+    ReduceOp.MAX: (torch.maximum, _REAL | _BITS),
+    ReduceOp.BAND: (torch.bitwise_and, _BITS),
+    ReduceOp.BOR: (torch.bitwise_or, _BITS),
+    ReduceOp.BXOR: (torch.bitwise_xor, _BITS),
 }
 _REDUCTIONS = {
-    op: Reduction(reduction_of(op), combine, op == ReduceOp.AVG) for op, combine in _COMBINE.items()
+    op: Reduction(reduction_of(op), combine, dtypes, op == ReduceOp.AVG)
+    for op, (combine, dtypes) in _COMBINE.items()
 }
 SUM = _REDUCTIONS[ReduceOp.SUM]
 
 
-def reduction(op: ReduceOp) -> Reduction:
-    """The reduction that c10d's options ask for; refuse one that shared memory does not offer."""
+def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction:
+    """The reduction that c10d's options ask for; refuse one that shared memory does not offer for such tensors."""
     kind = op.op  # type: ignore[attr-defined]  # missing in torch's declarations
     found = _REDUCTIONS.get(kind)
     if found is None:
         raise UnknownReduction(
             f"the shoal backend cannot reduce with {kind.name}; use SUM and scale yourself."
         )
+    for tensor in tensors:
+        if tensor.dtype not in found.dtypes:
+            raise UnknownReduction(
+                f"the shoal backend cannot reduce {str(tensor.dtype).removeprefix('torch.')} with {kind.name}; convert "
+                "it first, or gather the tensors of all ranks and reduce them yourself."
+            )
     return found
 
 

@@ -14,11 +14,11 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shoal.torch_private import c10d
-from shoal.world.shm.calls import Refused
 
 
 @dataclass
@@ -54,19 +54,26 @@ def collective(
 ) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
     """For a method of `tensors` arguments, then options; `short`: what may stand in the place of these.
 
-    `wrapped` names the arguments that a short form gives without the list around them. A call that is refused is
-    told to the other ranks before it is raised.
+    `wrapped` names the arguments that a short form gives without the list around them. A call that fails before
+    it has begun is told to the other ranks before it is raised.
     """
 
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @wraps(method)
         def _call(group: Any, *args: Any, **named: Any) -> Work:
+            if torch.is_inference_mode_enabled():
+                # What is made here is used again outside, and by other threads, which are not in that mode.
+                with torch.inference_mode(mode=False):
+                    return _call(group, *args, **named)
+            before = group.submitted
             try:
                 if len(args) == tensors + 1 and args[tensors].__class__ in _STRUCTS:
                     return method(group, *args)
                 return method(group, *_long(tensors, short, wrapped, args, named))
-            except Refused:
-                group.announce_refusal()
+            except Exception:
+                # Lists of other lengths, a tensor of another kind, an unknown option: whatever it was, peers may wait.
+                if group.submitted == before:
+                    group.announce_refusal()
                 raise
 
         return _call
