@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
+
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange
 from shoal.train.calls.watch import Watch, watch_of
@@ -85,12 +87,16 @@ class Calls:
 
 
 class Together:
-    """A call that every rank makes: compared when it begins, and explained where the others have left."""
+    """A call that every rank makes: compared when it begins, and explained where the others have left.
+
+    Inference mode of the script does not reach into it: what the call makes on its way, training uses again.
+    """
 
     def __init__(self, calls: Calls, what: str) -> None:
         self._calls = calls
         self._what = what
         self._before = calls.page.phase
+        self._mode = torch.inference_mode(mode=False)
 
     def __enter__(self) -> None:
         self._calls.page.calls(self._what)
@@ -100,10 +106,12 @@ class Together:
             self._calls.explain(error)
             raise
         self._calls.inside += 1
+        self._mode.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._mode.__exit__(kind, error, trace)
         self._calls.inside -= 1
         if error is None:
             self._calls.page.enter(self._before)
