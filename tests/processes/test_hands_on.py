@@ -121,7 +121,9 @@ def train(world: World, root: str, kind: str) -> list[Seen]:
             run = make_run(text, Path(root), ema=AVERAGES[kind])
             with run.gradients(halve):
                 for step in run.steps(EACH * number):
-                    seen.append(look(run, step, kind))
+                    # As people measure: what training uses again must not be made in that mode.
+                    with torch.inference_mode():
+                        seen.append(look(run, step, kind))
                     run.schedule_step(
                         metric_of(step.number) + world.rank - (world.size - 1) / 2
                     )  # the mean counts

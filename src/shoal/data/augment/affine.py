@@ -50,10 +50,12 @@ class Affine(Augmentation):
     def _grid(self, draws: SampleDraws, images: torch.Tensor) -> torch.Tensor:
         height, width = images.shape[-2:]
         unit = draws.symmetric(5, 1.0).tolist()
-        numbers = torch.tensor([self._inverse(row, width, height) for row in unit], dtype=images.dtype)
+        numbers = torch.tensor(
+            [self._inverse(row, width, height) for row in unit], dtype=images.dtype, device="cpu"
+        )
         xx, xy, yx, yy, x0, y0 = [numbers[:, i, None, None] for i in range(6)]
-        x = ((torch.arange(width, dtype=images.dtype) + 0.5) - width / 2)[None, None, :]
-        y = ((torch.arange(height, dtype=images.dtype) + 0.5) - height / 2)[None, :, None]
+        x = ((torch.arange(width, dtype=images.dtype, device="cpu") + 0.5) - width / 2)[None, None, :]
+        y = ((torch.arange(height, dtype=images.dtype, device="cpu") + 0.5) - height / 2)[None, :, None]
         across = (xx * x + xy * y + x0) * (2.0 / width)
         down = (yx * x + yy * y + y0) * (2.0 / height)
         return torch.stack([across, down], dim=-1)

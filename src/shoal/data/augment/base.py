@@ -119,7 +119,7 @@ def numbers_in(name: str, text: str) -> tuple[int, ...]:
 
 def one_of(rows: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
     """Where rows hold one of these tokens."""
-    found = torch.zeros(rows.shape, dtype=torch.bool)
+    found = torch.zeros(rows.shape, dtype=torch.bool, device="cpu")
     for token in tokens:
         found |= rows == token
     return found

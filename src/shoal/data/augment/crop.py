@@ -33,7 +33,11 @@ class Crop(Augmentation):
         height, width = rows.shape[-2:]
         padded = F.pad(rows, [self.pad] * 4)
         place = (draws.uniform(2) * (2 * self.pad + 1)).long()
-        down = (place[:, :1] + torch.arange(height)).reshape(len(rows), *[1] * (rows.dim() - 3), height, 1)
+        down = (place[:, :1] + torch.arange(height, device="cpu")).reshape(
+            len(rows), *[1] * (rows.dim() - 3), height, 1
+        )
         padded = padded.gather(-2, down.expand(*rows.shape[:-1], padded.shape[-1]))
-        across = (place[:, 1:] + torch.arange(width)).reshape(len(rows), *[1] * (rows.dim() - 2), width)
+        across = (place[:, 1:] + torch.arange(width, device="cpu")).reshape(
+            len(rows), *[1] * (rows.dim() - 2), width
+        )
         return padded.gather(-1, across.expand(rows.shape))

@@ -34,7 +34,7 @@ class Cutmix(Mixture):
     ) -> tuple[torch.Tensor, list[float]]:
         """What counts for the label is the area in whole pixels."""
         area = [float(generator.beta(self.alpha, self.alpha)) for generator in draws.generators()]
-        inside = rectangle(rows, draws.uniform(2), torch.tensor(area, dtype=torch.float64))
+        inside = rectangle(rows, draws.uniform(2), torch.tensor(area, dtype=torch.float64, device="cpu"))
         pixels = rows.shape[-1] * rows.shape[-2]
         own = [1.0 - count / pixels for count in inside.sum((1, 2)).tolist()]
         return torch.where(inside[:, None] if rows.dim() == 4 else inside, others, rows), own

@@ -31,7 +31,9 @@ class Erase(Augmentation):
     def change(self, rows: torch.Tensor, draws: SampleDraws) -> torch.Tensor:
         """A rectangle of the image's shape, wholly inside of it."""
         numbers = draws.uniform(3)
-        inside = rectangle(rows, numbers[:, :2], torch.full((len(rows),), self.area, dtype=torch.float64))
+        inside = rectangle(
+            rows, numbers[:, :2], torch.full((len(rows),), self.area, dtype=torch.float64, device="cpu")
+        )
         inside &= (numbers[:, 2] < self.p)[:, None, None]
         return rows.masked_fill(inside[:, None] if rows.dim() == 4 else inside, 0)
 
@@ -43,6 +45,6 @@ def rectangle(rows: torch.Tensor, place: torch.Tensor, area: torch.Tensor) -> to
     for axis, length in enumerate(rows.shape[-2:]):
         size = (side * length).round()
         start = (place[:, axis] * (length - size + 1)).floor()
-        at = torch.arange(length, dtype=torch.float64)[None]
+        at = torch.arange(length, dtype=torch.float64, device="cpu")[None]
         parts.append((at >= start[:, None]) & (at < (start + size)[:, None]))
     return parts[0][:, :, None] & parts[1][:, None, :]

@@ -49,7 +49,7 @@ class Mask(Augmentation):
         length = rows.shape[-1]
         size = (numbers[:, 0] * (self.share * length + 1)).floor().clamp(max=length)
         start = (numbers[:, 1] * (length - size + 1)).floor()
-        at = torch.arange(length, dtype=torch.float64)[None]
+        at = torch.arange(length, dtype=torch.float64, device="cpu")[None]
         inside = (at >= start[:, None]) & (at < (start + size)[:, None])
         return rows.masked_fill(inside.reshape(len(rows), *[1] * (rows.dim() - 2), length), 0)
 

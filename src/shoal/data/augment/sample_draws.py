@@ -114,6 +114,6 @@ def mixed(words: Words) -> Words:
 def per_row(values: Sequence[float] | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """One number a sample, in the rows' dtype and shaped to be computed with them."""
     if not isinstance(values, torch.Tensor):
-        values = torch.tensor(values, dtype=torch.float64)
+        values = torch.tensor(values, dtype=torch.float64, device="cpu")
     dtype = rows.dtype if rows.is_floating_point() else torch.float32
     return values.to(dtype).reshape(-1, *[1] * (rows.dim() - 1))

@@ -30,7 +30,7 @@ class Shift(Augmentation):
         """By whole steps of the last dimension."""
         length = rows.shape[-1]
         by = draws.symmetric(1, self.share * length)[:, 0].round().long()
-        source = torch.arange(length)[None] - by[:, None]
+        source = torch.arange(length, device="cpu")[None] - by[:, None]
         outside = (source < 0) | (source >= length)
         shape = (len(rows), *[1] * (rows.dim() - 2), length)
         moved = rows.gather(-1, (source % length).reshape(shape).expand(rows.shape))

@@ -33,10 +33,10 @@ class Swap(Augmentation):
         length = rows.shape[1]
         numbers = draws.uniform(length + 1)
         kept = one_of(rows, numbers_in("swap", self.keep))
-        first = torch.arange(length)[None] % 2 == (numbers[:, :1] < 0.5).long()
+        first = torch.arange(length, device="cpu")[None] % 2 == (numbers[:, :1] < 0.5).long()
         first = first & (numbers[:, 1:] < self.share) & ~kept
         first[:, -1:] = False
         first[:, :-1] &= ~kept[:, 1:]
-        source = torch.arange(length)[None] + first.long()
+        source = torch.arange(length, device="cpu")[None] + first.long()
         source[:, 1:] -= first[:, :-1].long()
         return rows.gather(1, source)
