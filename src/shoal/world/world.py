@@ -51,7 +51,7 @@ def _collective(method: Callable[..., Handle]) -> Callable[..., Handle]:
     """Do it outside of inference mode: what is made on the way is used again, and by threads that are not in it."""
 
     @wraps(method)
-    def call(world: World, *tensors: Any, **named: Any) -> Handle:
+    def _call(world: World, *tensors: Any, **named: Any) -> Handle:
         if not torch.is_inference_mode_enabled():
             return method(world, *tensors, **named)
         with torch.inference_mode(mode=False):
@@ -59,7 +59,7 @@ def _collective(method: Callable[..., Handle]) -> Callable[..., Handle]:
                 world, *[writable(t) if isinstance(t, torch.Tensor) else t for t in tensors], **named
             )
 
-    return call
+    return _call
 
 
 class World:
