@@ -6,15 +6,21 @@ from shoal.config import fill_options, parse_choices
 from shoal.errors import ConfigError
 from shoal.recipe.averages import Ema, Swa
 from shoal.recipe.contract import Recipe
+from shoal.recipe.ewc import Ewc
 from shoal.recipe.freeze import Freeze
+from shoal.recipe.lora import Lora
 from shoal.recipe.prune import Prune
 from shoal.recipe.rates import LayerDecay, Rate
+from shoal.recipe.start import Start
 from shoal.table import Table
 from shoal.types import Choice
 
 TABLE: Table[type[Recipe]] = Table(
     "recipe",
     {
+        "start": Start,
+        "lora": Lora,
+        "ewc": Ewc,
         "prune": Prune,
         "freeze": Freeze,
         "rate": Rate,

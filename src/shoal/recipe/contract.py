@@ -51,14 +51,18 @@ class Preparation:
     seed: int
     inputs: Inputs
     """From a batch to what goes into the model."""
-    loss: Callable[[object, Batch], object] | None
-    """What the user gave; None where the model returns its own."""
+    batch: Callable[[list[object]], Batch]
+    """From samples to a batch as the run has it: collated, on the device, in the run's number format."""
+    sample_loss: Callable[[object, Batch], torch.Tensor]
+    """The loss of a batch of one sample, as a sum; refuses a model that returns its own."""
 
 
 @dataclass(frozen=True)
 class RunView:
     """What a recipe sees of a run."""
 
+    prepared: object
+    """What `prepare` has returned."""
     name: str
     """Under which the recipe keeps its state: prune, or prune.2 for a second one."""
     model: nn.Module
@@ -151,8 +155,10 @@ class Recipe:
         del plan
         return ""
 
-    def prepare(self, preparation: Preparation) -> None:
-        """Change the whole model before it is cut. Every worker does the same."""
+    def prepare(self, preparation: Preparation) -> object:
+        """Change the whole model before it is cut. Every worker does the same. What `run` is to get of it."""
+        del preparation
+        return None
 
     def run(self, view: RunView) -> Running:
         """The recipe at work; by default it has nothing more to do. Every worker calls it."""

@@ -30,6 +30,7 @@ class Recipes:
         loss returned, as a sum and a count."""
         self._summed = summed
         self._asked = list(asked)
+        self._prepared: dict[str, object] = {}
         self._running: dict[str, Running] = {}
         self.learning: tuple[str, ...] = ()
         """Parameters of the whole model that learn, at some time."""
@@ -46,8 +47,8 @@ class Recipes:
 
     def prepare(self, preparation: Preparation) -> None:
         """Change the whole model. Every worker calls it."""
-        for _, recipe in self._asked:
-            recipe.prepare(preparation)
+        for name, recipe in self._asked:
+            self._prepared[name] = recipe.prepare(preparation)
         named = preparation.model.named_parameters()
         self.learning = tuple(name for name, p in named if p.requires_grad)
 
@@ -61,7 +62,8 @@ class Recipes:
 
     def run(self, view: RunView) -> None:
         """The exchange is there. Every worker calls it."""
-        self._running = {name: recipe.run(replace(view, name=name)) for name, recipe in self._asked}
+        for name, recipe in self._asked:
+            self._running[name] = recipe.run(replace(view, name=name, prepared=self._prepared[name]))
         for running in self._running.values():
             if isinstance(running, Averages):
                 self.averages = running

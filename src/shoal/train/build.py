@@ -184,9 +184,12 @@ def _agreed_model(
 ) -> tuple[nn.Module, Values | None, Compiler | None, Recorder | None]:
     """The model before anything is cut, the same on all ranks; how to compile it, and who writes its steps down."""
     model, values, compiler = _make_model(config, plan, mesh, bool(record) or recipes.needs_values)
+    alike = mesh.data if uses_servers(plan) else mesh.world
+    if recipes.needs_values:  # they start from what all have
+        agree_on_model(model, alike)
     prepare_model(recipes, config, plan, mesh, model)
     recorder = _make_recorder(record, config, plan, mesh.world, feed, model) if record else None
-    agree_on_model(model, mesh.data if uses_servers(plan) else mesh.world)
+    agree_on_model(model, alike)
     _check_model(model, plan)
     check_layers(model, plan, feed)
     return model, values, compiler, recorder
