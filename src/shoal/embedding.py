@@ -23,6 +23,10 @@ class RowSource(Protocol):
         """The rows, [n, dim], of the table `name` for ids that are flat, int64, unique and on the CPU."""
 
 
+FirstRows = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+"""Gives ids, [n], and their first values, [n, dim], piece by piece; each id once."""
+
+
 class SparseEmbedding(nn.Module):
     """Rows by id, as nn.Embedding gives them; the module itself holds none.
 
@@ -52,8 +56,11 @@ class SparseEmbedding(nn.Module):
         std: float = 0.02,
         capacity: int = 0,
         ids: Callable[[Any], torch.Tensor] | None = None,
+        initial: FirstRows | None = None,
     ) -> None:
-        """`ids`: batch -> the ids that this module will be given for it, as `lambda batch: batch[0]`.
+        """`initial`: rows that begin with other values, such as `KeyIndex(store, "item").first_rows("vector")`.
+
+        `ids`: batch -> the ids that this module will be given for it, as `lambda batch: batch[0]`.
 
         With it, rows of the next batch are fetched while this one is computed. What it leaves out is fetched later.
         """
@@ -63,11 +70,17 @@ class SparseEmbedding(nn.Module):
                 f"SparseEmbedding(rows={rows}, dim={dim}, std={std}, capacity={capacity}) cannot be; rows and dim are "
                 "1 or more, std and capacity 0 or more."
             )
+        if initial is not None and capacity:
+            raise ConfigError(
+                f"SparseEmbedding(capacity={capacity}) gives up rows, and those of initial= could not come back as "
+                "they began; leave one of them out."
+            )
         self.rows = rows
         self.dim = dim
         self.std = std
         self.capacity = capacity
         self.ids = ids
+        self.initial = initial
         self.dtype = torch.get_default_dtype()
         """The dtype of rows as the model sees them."""
         self.source: RowSource | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,13 +29,19 @@ from shoal.world.world import World
 ROWS = 40
 
 
+def first_tags() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """First values of some tags, in two pieces; the others begin as the seed says."""
+    yield torch.tensor([5, 1]), torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.0, 0.5]])
+    yield torch.tensor([2]), torch.ones(1, 3)
+
+
 class Words(nn.Module):
-    """Two tables, one of them used twice, and ids that come again within a sample."""
+    """Two tables, one of them used twice and one with first values, and ids that come again within a sample."""
 
     def __init__(self, capacity: int = 0, ids: Callable[[Any], torch.Tensor] | None = None) -> None:
         super().__init__()
         self.words = SparseEmbedding(ROWS, 4, std=0.5, capacity=capacity, ids=ids)
-        self.inner = nn.ModuleDict({"tags": SparseEmbedding(7, 3, std=0.5)})
+        self.inner = nn.ModuleDict({"tags": SparseEmbedding(7, 3, std=0.5, initial=first_tags)})
         self.head = nn.Linear(11, 3)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -175,6 +181,8 @@ def test_one_process_computes_what_an_embedding_does() -> None:
         assert isinstance(table, SparseEmbedding)
         assert sparse.source is not None
         weight = sparse.source.fetch(name, torch.arange(table.rows))
+        for ids, values in sparse.initial() if sparse.initial is not None else ():
+            assert weight[ids].tolist() == values.tolist()
         embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         dense.set_submodule(name, embedding)
     wanted = build(replace(asked, model=dense), World.alone(), record="")[1]

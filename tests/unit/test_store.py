@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import shoal
 from shoal.data import KeyIndex, PackedTokens, Store
 from shoal.data.feed import Feed
 from shoal.data.loader import Loader
@@ -353,3 +354,36 @@ def test_without_pyarrow_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"need pyarrow, .* run pip install 'shoal\[data\]'"):
         _ = Store(tmp_path)[0]
+
+
+def test_first_rows_of_an_embedding_come_from_a_store(tmp_path: Path) -> None:
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12, dtype="f4")), 3)
+    store = Store.write(tmp_path, pa.table({"item": [7, 3, 7, 0], "vector": vectors, "name": list("abcd")}))
+    index = KeyIndex(store, "item")
+    (piece,) = index.first_rows("vector")()
+    assert piece[0].tolist() == [3, 7, 0]  # of the two rows of 7 the last counts
+    assert piece[1].tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+    def run(rows: int) -> shoal.Run:
+        return shoal.Run(
+            model=lambda: torch.nn.Sequential(
+                shoal.SparseEmbedding(rows, 3, initial=index.first_rows("vector")), torch.nn.Linear(3, 1)
+            ),
+            loss=lambda output, batch: (output.sum(), len(batch)),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=list(torch.arange(4)),  # type: ignore[arg-type]
+            inputs=lambda batch: batch,
+            global_batch=2,
+            strategy="solo",
+            log=None,
+            progress=False,
+        )
+
+    rows = run(8).module[0](torch.tensor([7, 0, 3]))  # type: ignore[index]
+    assert rows.tolist() == [[6, 7, 8], [9, 10, 11], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="for ids from 0 to 7; the table has rows 0 to 6 of 3 numbers"):
+        run(7)
+    with pytest.raises(ConfigError, match="first rows need whole numbers as keys"):
+        index.first_rows("name")
+    with pytest.raises(ConfigError, match="gives up rows"):
+        shoal.SparseEmbedding(8, 3, capacity=2, initial=index.first_rows("vector"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 from shoal.data.batch import Batch
+from shoal.data.store.columns import Numbers
 from shoal.data.store.places.place import LocalPlace, Place
 from shoal.data.store.store import Store
 from shoal.errors import ConfigError
@@ -19,6 +22,7 @@ from shoal.partition.hashes import hash_keys
 
 _AT_ONCE = 1_000_000
 """Rows whose keys are in memory together while an index is made."""
+_PIECE = 65536
 
 
 class KeyIndex:
@@ -77,6 +81,16 @@ class KeyIndex:
             )
         return self._store.batch(rows)
 
+    def first_rows(self, column: str) -> FirstRows:
+        """For `SparseEmbedding(…, initial=)`: keys are its ids, and a column of lists of one length has the values."""
+        kind = self._store.column(column)
+        if self._keys.dtype.kind not in "iu" or not isinstance(kind, Numbers):
+            raise ConfigError(
+                f"first rows need whole numbers as keys and lists of one length as values; '{self._column}' is "
+                f"{self._keys.dtype}, and '{column}' is {self._store.manifest.columns[column]}."
+            )
+        return FirstRows(self, kind)
+
     def _as_array(self, keys: Sequence[Any]) -> Any:
         if self._keys.dtype.kind != "O":
             return np.asarray(keys).astype(self._keys.dtype)
@@ -108,6 +122,24 @@ class KeyIndex:
         hashes = np.concatenate(parts)
         rows = np.argsort(hashes, kind="stable").astype(np.uint64)
         return hashes[rows], rows
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The keys of an index and a column, piece by piece, each key once."""
+
+    index: KeyIndex
+    values: Numbers
+
+    def __call__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and values."""
+        index, count = self.index, len(self.index._store)
+        for start in range(0, count, _PIECE):
+            numbers = np.arange(start, min(start + _PIECE, count))
+            keys = index._keys[numbers]
+            last = index.rows(keys.tolist()) == numbers  # of several rows with one key the last counts
+            found = self.values.gather(index._store.locate(numbers[last]))
+            yield torch.from_numpy(keys[last].astype(np.int64)), found.view(len(found), -1)
 
 
 def _save(path: Path, table: Any) -> None:

@@ -10,7 +10,7 @@ of aggregates, only weighted sums know what to do with a row that one part has a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -128,8 +128,8 @@ class Tables(RowTables):
         assert self._line is not None
         return self._line
 
-    def begin(self, step: int) -> None:
-        """Have empty tables, whose first step is `step`; what has been loaded stays."""
+    def begin(self, step: int, first_rows: bool = True) -> None:
+        """Have tables of first values alone, whose first step is `step`; what has been loaded stays."""
         if not self._begun:
             self._begun = True
             self._settle(
@@ -137,6 +137,9 @@ class Tables(RowTables):
                 for table in self._tables.values()
                 for shard in table.shards
             )
+            for name, table in self._tables.items() if first_rows else ():
+                for ids, values in table.module.initial() if table.module.initial is not None else ():
+                    self._put(step, name, table.new_rows(ids, values))
 
     # The step.
 
@@ -263,17 +266,21 @@ class Tables(RowTables):
     def load(self, step: int, pieces: Iterable[RowPiece]) -> None:
         """Become what `pieces` gave, under any number of shards. The first step to come is `step`."""
         self._begun = False
-        self.begin(step)
+        self.begin(step, first_rows=False)
         for name, columns in pieces:
-            table = self._tables[name]
-            layout = check_layout(name, table.layout, columns)
-            value, packed = pack_piece(layout, [columns[n].to(t) for n, t, _ in layout])
-            parts = divide(value, packed, len(table.shards))
-            self._settle(
-                self.line.call(shard, "load", args, step, tensor)
-                for shard, (args, tensor) in zip(table.shards, parts, strict=True)
-                if args["count"]
-            )
+            self._put(step, name, columns)
+
+    def _put(self, step: int, name: str, columns: Mapping[str, torch.Tensor]) -> None:
+        """Rows with all that belongs to them, to the shards that they are of."""
+        table = self._tables[name]
+        layout = check_layout(name, table.layout, columns)
+        value, packed = pack_piece(layout, [columns[n].to(t) for n, t, _ in layout])
+        parts = divide(value, packed, len(table.shards))
+        self._settle(
+            self.line.call(shard, "load", args, step, tensor)
+            for shard, (args, tensor) in zip(table.shards, parts, strict=True)
+            if args["count"]
+        )
 
     def _dump(self, table: ShardedTable, shard: int) -> Iterator[list[torch.Tensor]]:
         """One shard's rows by ascending ids; the next piece is asked for while this one is used."""

@@ -15,7 +15,7 @@ from shoal.server.protocol.optimizer_description import KINDS, describe
 from shoal.server.rows.row_machine import TableTerms
 from shoal.server.rows.row_optimizers import RULES, RowOptimizer
 from shoal.server.rows.row_packing import TYPES, shard_of
-from shoal.server.rows.row_table import RowTable
+from shoal.server.rows.row_table import ID, VALUES, RowTable
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,20 @@ class ShardedTable:
     @cached_property
     def row_bytes(self) -> int:
         return sum(dtype.itemsize * width for _, dtype, width in self.layout)
+
+    def new_rows(self, ids: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows that begin with these values, with all that belongs to them; or a refusal."""
+        wrong = values.shape != (len(ids), self.terms.dim)
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        if wrong or low < 0 or high >= self.terms.rows:
+            raise ConfigError(
+                f"initial= of SparseEmbedding '{self.terms.name}' gave values {tuple(values.shape)} for ids from {low} "
+                f"to {high}; the table has rows 0 to {self.terms.rows - 1} of {self.terms.dim} numbers."
+            )
+        made = {
+            name: torch.zeros(len(ids), width, dtype=kind, device="cpu") for name, kind, width in self.layout
+        }
+        return {**made, ID: ids.view(-1, 1), VALUES: values}
 
     def places(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Each shard, and which of the ids are in it."""
