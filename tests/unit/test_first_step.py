@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,19 @@ def test_samples_that_meet_beside_draws_are_said(capsys: pytest.CaptureFixture[s
 )
 def test_other_models_are_not(capsys: pytest.CaptureFixture[str], make: Callable[[], nn.Module]) -> None:
     assert "act on each other" not in said(capsys, model=make)
+
+
+def test_nor_is_a_model_with_dropout_where_a_run_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """That it draws stands in the checkpoint: nobody looks for it again."""
+    dropout = nn.Sequential(nn.Linear(6, 3), nn.Dropout())
+    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    kept = {"model": dropout, "data": data, "global_batch": 32, "checkpoint": tmp_path, "checkpoint_every": 1}
+    said(capsys, **kept)
+    for _ in shoal.Run(**settings(**kept)).steps(4):
+        pass
+    assert "act on each other" not in capsys.readouterr().err
 
 
 def test_what_a_loss_or_a_layer_counts_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,8 @@ class JoinState:
     count_per_sample: float
     loss_scale: float
     good_steps: int
+    by_module: bool | None = None
+    """Whether modules have random streams of their own; None: that is not known yet."""
 
 
 @dataclass(frozen=True)

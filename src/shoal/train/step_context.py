@@ -99,7 +99,8 @@ class StepContext:
 
     def join_state(self) -> JoinState:
         """What a worker that joins now must know to compute what the others do."""
-        return JoinState(self.count_per_sample, self.scale.value, self.scale.good_steps)
+        by_module = self.streams.by_module
+        return JoinState(self.count_per_sample, self.scale.value, self.scale.good_steps, by_module)
 
     def abort(self) -> None:
         """A peer is gone: leave the step where it is, as `Recovery.abort` of the exchange does."""
@@ -183,6 +184,8 @@ class StepContext:
         self.count_per_sample = state.count_per_sample
         self.scale.value = state.loss_scale
         self.scale.good_steps = state.good_steps
+        if state.by_module is not None and self.streams.watching:
+            self.streams.go_on(state.by_module)
 
     def __post_init__(self) -> None:
         self.world: World = self.mesh.world

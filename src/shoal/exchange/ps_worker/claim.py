@@ -18,16 +18,22 @@ ClaimState: TypeAlias = "tuple[int, int, JoinMessage, TallyAnswer, float]"
 
 def to_plain(state: JoinState | None) -> JoinMessage:
     """A join state as the ledger keeps it."""
-    return None if state is None else [state.count_per_sample, state.loss_scale, state.good_steps]
+    if state is None:
+        return None
+    by_module = [] if state.by_module is None else [float(state.by_module)]
+    return [state.count_per_sample, state.loss_scale, state.good_steps, *by_module]
 
 
 def from_plain(join_state: JoinMessage) -> JoinState | None:
-    """The join state that running workers have left with the ledger."""
-    return (
-        None
-        if join_state is None
-        else JoinState(float(join_state[0]), float(join_state[1]), int(join_state[2]))
-    )
+    """The join state that running workers have left with the ledger.
+
+    >>> from_plain(to_plain(JoinState(1.0, 2.0, 3, by_module=True)))
+    JoinState(count_per_sample=1.0, loss_scale=2.0, good_steps=3, by_module=True)
+    """
+    if join_state is None:
+        return None
+    by_module = bool(join_state[3]) if len(join_state) > 3 else None
+    return JoinState(float(join_state[0]), float(join_state[1]), int(join_state[2]), by_module)
 
 
 class WorkClaim:

@@ -30,7 +30,7 @@ class RandomStreams:
             if name and not name.startswith(inside)
         ]
         self.drawn = False
-        """Whether a forward pass or the loss has drawn, as far as this worker has seen."""
+        """Whether a forward pass or the loss has drawn, as far as this worker has seen or been told."""
         self._state: list[torch.Tensor] | None = None
         """Where generators stood a moment ago; None before the first step."""
         self.watching = True
@@ -51,8 +51,13 @@ class RandomStreams:
             self._note()
 
     def decide(self, world: World) -> None:
-        """The first step is over, and everybody is here: streams by module stay if anybody has drawn."""
-        self.go_on(bool(world.gather_numbers([float(self.drawn)]).any()))
+        """The first step is over, and everybody is here: streams by module stay if anybody has drawn.
+
+        Under a parameter server a worker may find that others have computed all of a step: it goes on watching.
+        """
+        seen = world.gather_numbers([float(self.drawn), float(self._state is not None)]).any(0)
+        if seen[1]:
+            self.go_on(bool(seen[0]))
 
     @property
     def by_module(self) -> bool | None:
@@ -66,6 +71,7 @@ class RandomStreams:
                 hook.remove()
             self._hooks = []
         self.watching = False
+        self.drawn = self.drawn or by_module
         self._decided = by_module
 
     def _note(self) -> None:
