@@ -45,7 +45,8 @@ from shoal.checkpoint.folder import look
 from shoal.checkpoint.layout.region import Region
 from shoal.checkpoint.layout.write_plan import Holding
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.save import Facts, Saver
+from shoal.checkpoint.reports import Facts
+from shoal.checkpoint.save import Saver
 from shoal.checkpoint.verify import verify
 from shoal.testing.spawn import spawn
 from shoal.train.build import build

@@ -69,7 +69,8 @@ def start(rank: int, store: Path, root: Path, begin: int, tell: int) -> int:
 
     from shoal.checkpoint.copies.keep import Keep, prune
     from shoal.checkpoint.folder import clean
-    from shoal.checkpoint.save import Facts, Saver
+    from shoal.checkpoint.reports import Facts
+    from shoal.checkpoint.save import Saver
     from shoal.world.world import World
 
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)

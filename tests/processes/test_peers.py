@@ -13,12 +13,13 @@ from commands import losses, python, shoal, write
 
 import shoal.checkpoint.save as save_module
 from shoal.checkpoint.copies.find_newest import LocalFolder, find_whole
-from shoal.checkpoint.copies.peers import MEMORY, Peers
+from shoal.checkpoint.copies.peers import MEMORY, Peers, shared_memory
 from shoal.checkpoint.folder import look
 from shoal.checkpoint.layout.region import Region
 from shoal.checkpoint.layout.write_plan import Holding
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.save import Facts, Saver
+from shoal.checkpoint.reports import Facts
+from shoal.checkpoint.save import Saver
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.testing.spawn import spawn
@@ -29,7 +30,7 @@ def lose_a_host(world: World, folder: str, lost: str) -> tuple[int, bool, list[s
     """Save twice, lose a host's memory and the disk; the step found, whether the numbers are right, what is left."""
     root, memory = Path(folder) / "disk", Path(folder) / "memory"
     memory.mkdir(exist_ok=True)
-    peers = Peers(world, root, memory)
+    peers = Peers(world, shared_memory(world, root, memory))
     saver = Saver(world, root, peers=peers)
     whole = Region.whole((world.size * 1000,))
     for step in (1, 2):
@@ -45,7 +46,7 @@ def lose_a_host(world: World, folder: str, lost: str) -> tuple[int, bool, list[s
     if world.hosts[world.rank].startswith(lost) and peers._leads:
         shutil.rmtree(peers._root)
     world.barrier()
-    again = Peers(world, root, memory)
+    again = Peers(world, shared_memory(world, root, memory))
     found = find_whole(world, [LocalFolder(world, root), again])
     assert found is not None
     assert found.manifest is not None
@@ -71,7 +72,7 @@ def fail_once(world: World, folder: str) -> tuple[str, list[int], int]:
     """One host's disk is full at one save: what it hears, which steps are on disk, and the step in its memory."""
     root, memory = Path(folder) / "disk", Path(folder) / f"memory-{world.rank}"
     memory.mkdir()
-    peers = Peers(world, root, memory)
+    peers = Peers(world, shared_memory(world, root, memory))
     saver = Saver(world, root, peers=peers)
     whole = Region.whole((2000,))
     mine = torch.full((1000,), float(world.rank))
@@ -141,4 +142,4 @@ def test_a_killed_job_goes_on_from_memory(tmp_path: Path) -> None:
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"shoal-{os.getuid()}").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="is not a folder of your own that nobody else can enter"):
-        Peers(World.alone(), tmp_path / "run", tmp_path)
+        shared_memory(World.alone(), tmp_path / "run", tmp_path)

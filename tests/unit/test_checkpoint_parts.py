@@ -19,7 +19,8 @@ from shoal.checkpoint.layout.manifest import FILE, Manifest
 from shoal.checkpoint.layout.region import Region, covers
 from shoal.checkpoint.layout.write_plan import Holding, assign
 from shoal.checkpoint.load import Reader
-from shoal.checkpoint.save import Facts, Saver, State
+from shoal.checkpoint.reports import Facts
+from shoal.checkpoint.save import Saver, State
 from shoal.checkpoint.verify import verify
 from shoal.errors import ConfigError
 from shoal.world.world import World

@@ -21,7 +21,8 @@ from shoal.checkpoint.diff import difference
 from shoal.checkpoint.folder import look, point_to
 from shoal.checkpoint.layout.region import Region
 from shoal.checkpoint.layout.write_plan import Holding
-from shoal.checkpoint.save import Facts, Saver
+from shoal.checkpoint.reports import Facts
+from shoal.checkpoint.save import Saver
 from shoal.cli import main as cli
 from shoal.world.world import World
 

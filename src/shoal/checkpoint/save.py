@@ -4,7 +4,8 @@
     write       a thread of every rank: checksums, one file, flushed to disk         training goes on
     commit      a thread of rank 0: when all files are there, the manifest, the rename, `latest`
 
-Ranks tell rank 0 of their files through the folder itself, so the threads need no collectives of their own.
+Ranks tell rank 0 of their files through the folder itself, so the threads need no collectives of their own. Where each
+host has a folder of its own, its memory, peers carry files and words from host to host.
 
 A save that fails is said at once, by rank 0, and training goes on; the next one tries again. All ranks count alike how
 often that has happened in a row, and end together when it was too often.
@@ -21,26 +22,23 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-import shoal
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.large_tensors import FileReport, Piece, PieceFiles
 from shoal.checkpoint.layout.head import FILE
-from shoal.checkpoint.layout.manifest import FileFacts, Logical, Manifest, Slice
 from shoal.checkpoint.layout.region import Region
 from shoal.checkpoint.layout.shard_file import DTYPES, NAMES, PAGE, Slot, head, place, write_block
 from shoal.checkpoint.layout.write_plan import Holding, Write, assign
 from shoal.checkpoint.lock import FolderTaken
+from shoal.checkpoint.reports import Facts, SaveFailed, manifest_of
 from shoal.checkpoint.room import reason_of, room_facts
 from shoal.errors import ConfigError
 from shoal.sealed import checksum, read_file, seal, unseal, write_file
@@ -61,22 +59,6 @@ FAILURES = 3
 """So many saves in a row may fail before they end the run."""
 
 
-class SaveFailed(Exception):
-    """Some rank has not written its files, and why."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a manifest says beside its tensors."""
-
-    name: str
-    step: int
-    plan: str
-    state: Mapping[str, Any]
-    keep: str = ""
-    """The retention that the checkpoint goes by; empty if somebody has asked for it by name."""
-
-
 class Saver:
     """Writes checkpoints of one run into one folder. Every rank has one and calls it alike."""
 
@@ -88,10 +70,12 @@ class Saver:
         peers: Peers | None = None,
         before: Callable[[], None] = lambda: None,
         failures: float = FAILURES,
+        apart: bool = False,
     ) -> None:
         """`after` is called on rank 0, in its thread, with each checkpoint that is complete; `before` before it is.
 
-        `failures`: so many saves in a row that fail end the run; infinite: none does.
+        `failures`: so many saves in a row that fail end the run; infinite: none does. `apart`: `root` is that of the
+        peers, and no host sees another's.
         """
         self._world = world
         self._root = root
@@ -99,6 +83,7 @@ class Saver:
         self._peers = peers
         self._before = before
         self._limit = failures
+        self._apart = apart
         self._token = world.gather_values(f"{time.time_ns():x}-{os.getpid():x}")[0]
         self._turn = 0
         self._known: list[Holding] | None = None
@@ -126,7 +111,7 @@ class Saver:
         self._deadline = math.inf
         self._threaded = False
         self.behind = 0.0
-        """Processor seconds that the last save took behind the training's back."""
+        """Seconds of the processor, and of the line to other hosts, that the last save took behind the training."""
 
     def save(self, state: State, facts: Facts, urgent: bool = False, pieces: Iterable[Piece] = ()) -> None:
         """Begin a checkpoint of what all ranks hold. Returns as soon as the state may change again.
@@ -253,22 +238,26 @@ class Saver:
     def _work(self, written: Path, paths: Sequence[str], facts: Facts, files: PieceFiles) -> None:
         began = time.thread_time()
         try:
-            self._hand_in(written, self._write(written, paths, files))
-            manifest = self._commit(written, facts) if self._world.rank == 0 else b""
+            reports = self._write(written, paths, files)
+            if self._apart:
+                manifest = self._compose(facts, reports)
+            else:
+                self._hand_in(written, reports)
+                manifest = self._commit(written, facts) if self._world.rank == 0 else b""
             if self._peers is not None:
                 self._peers.finish(written.name, facts.name, manifest)
             self._committed.set()
-            if manifest:
+            if manifest and not self._apart:
                 self._after(self._root / facts.name)
         except BaseException as error:  # the next save counts it
             self._error = error
             if self._world.rank == 0:
                 shutil.rmtree(written, ignore_errors=True)
                 self._say(facts.name, error)
-            else:
+            elif not self._apart:
                 self._hand_in(written, {"error": reason_of(error)})
         finally:
-            self.behind = time.thread_time() - began
+            self.behind = time.thread_time() - began + (self._peers.take_seconds() if self._peers else 0.0)
             self._committed.set()
             self._idle.set()
 
@@ -282,7 +271,8 @@ class Saver:
         reports: list[FileReport] = []
         try:
             written.mkdir(parents=True, exist_ok=True)
-            (written / f".part-{self._world.rank}").touch()
+            if not self._apart:
+                (written / f".part-{self._world.rank}").touch()
             if files.error is not None:
                 raise files.error
             write_block(written / name, block)
@@ -321,36 +311,26 @@ class Saver:
         with suppress(OSError):
             os.replace(draft, part)
 
+    def _compose(self, facts: Facts, mine: list[FileReport] | dict[str, str]) -> bytes:
+        """The same where each host has a folder of its own, over the line between them; empty but on rank 0."""
+        assert self._peers is not None
+        said = mine["error"] if isinstance(mine, dict) else mine
+        everyone = self._peers.gather(said)
+        if self._world.rank > 0:
+            return b""
+        try:
+            return manifest_of(facts, everyone).dumps()
+        except SaveFailed as error:
+            self._error = error
+            self._say(facts.name, error)
+            return b""
+
     def _commit(self, written: Path, facts: Facts) -> bytes:
         """Make it a checkpoint once all files are there; its manifest. Empty where it could not be written."""
-        files: dict[str, FileFacts] = {}
-        tensors: dict[str, Logical] = {}
         try:
             # All of them, also after the first that has failed: whoever still writes would leave its file behind.
             everyone = [self._reports(written, rank) for rank in range(self._world.size)]
-            for rank, theirs in enumerate(everyone):
-                if isinstance(theirs, str):
-                    raise SaveFailed(theirs if self._world.size == 1 else f"rank {rank}: {theirs}")
-                for report in theirs:
-                    file = report["file"]
-                    files[file["name"]] = FileFacts(file["bytes"], file["head"])
-                    for path, dtype, shape, key, region, total in report["slices"]:
-                        piece = Slice(file["name"], key, Region.from_json(shape, region), total)
-                        before = tensors[path].slices if path in tensors else ()
-                        tensors[path] = Logical(DTYPES[dtype], tuple(shape), (*before, piece))
-            manifest = Manifest(
-                name=facts.name,
-                step=facts.step,
-                written=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                plan=facts.plan,
-                workers=self._world.size,
-                tensors=dict(sorted(tensors.items())),
-                files=files,
-                state=facts.state,
-                versions={"shoal": shoal.__version__, "torch": torch.__version__},
-                keep=facts.keep,
-            )
-            text = manifest.dumps()
+            text = manifest_of(facts, everyone).dumps()
             write_file(written / FILE, [text])
             for rank in range(self._world.size):
                 (written / f"part-{rank}").unlink()

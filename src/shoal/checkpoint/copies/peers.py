@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -35,9 +37,10 @@ _NONE = b"-"
 class Peers:
     """This rank's side of the copies in memory. Its thread calls `put` and `finish`, on every rank alike."""
 
-    def __init__(self, world: World, root: Path, memory: Path = MEMORY) -> None:
+    def __init__(self, world: World, root: Path) -> None:
+        """`root`: this host's folder in memory, as `shared_memory` names one."""
         self._world = world
-        self._root = _private(memory / f"shoal-{os.getuid()}") / _key(world, root)
+        self._root = root
         self._root.mkdir(exist_ok=True)
         clean(self._root)
         hosts = list(dict.fromkeys(world.hosts))
@@ -52,13 +55,17 @@ class Peers:
         place = here.index(world.rank)
         self._to = ahead[place % len(ahead)]
         self._from = [rank for i, rank in enumerate(behind) if here[i % len(here)] == world.rank]
+        self._seconds = 0.0
+        """How long files were on their way since that was asked for last."""
 
     def put(self, turn: str, file: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Keep this rank's file in memory, and have the next host keep it too."""
+        """Keep this rank's file in memory, if it is not there yet, and have the next host keep it too."""
         folder = self._root / turn
-        self._keep(folder, file, parts)
+        if not (folder / file).exists():
+            self._keep(folder, file, parts)
         if not self._several:
             return
+        began = time.monotonic()
         mine = torch.frombuffer(bytearray().join([file.encode().ljust(_NAME), *parts]), dtype=torch.uint8)
         sent = [self._line.send(part, self._to) for part in (torch.tensor([mine.numel()]), mine)]
         for rank in self._from:
@@ -70,6 +77,17 @@ class Peers:
             self._keep(folder, check_name(bytes(data[:_NAME]).decode().strip()), [data[_NAME:]])
         for handle in sent:
             handle.wait()
+        self._seconds += time.monotonic() - began
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank's thread gives."""
+        return self._line.gather_values(value)
+
+    def take_seconds(self) -> float:
+        """How long files were on their way to other hosts since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
 
     def _keep(self, folder: Path, file: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Losing a copy is no reason to end a run: without one of its files, none of them is ever used."""
@@ -159,6 +177,11 @@ def spread(world: World, data: bytes, source: int) -> bytes:
         room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     world.broadcast(room, source).wait()
     return room.numpy().tobytes()
+
+
+def shared_memory(world: World, root: Path, memory: Path = MEMORY) -> Path:
+    """Where this host keeps copies of the checkpoints in `root`: it outlives the job."""
+    return _private(memory / f"shoal-{os.getuid()}") / _key(world, root)
 
 
 def _private(folder: Path) -> Path:

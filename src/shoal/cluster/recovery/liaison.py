@@ -101,11 +101,12 @@ class Liaison:
 
     def begin(self, interrupts: Interrupts) -> int:
         """Wait until all hosts can start, and return under which number."""
-        self._send({"wants": self.generation})
         deadline = time.monotonic() + RETURN_SECONDS
         told = False
         began = time.monotonic()
         while True:
+            # Again and again: a word may be lost with its store, and another store knows nothing of this start.
+            self._send({"wants": self.generation})
             self._read()
             news = self.news
             heard = time.monotonic() - self._heard < SILENT_SECONDS

@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.checkpoint.copies.background import Copier
 from shoal.checkpoint.copies.find_newest import CheckpointPlace, LocalFolder, find_whole
 from shoal.checkpoint.copies.keep import Retention
-from shoal.checkpoint.copies.peers import Peers
+from shoal.checkpoint.copies.peers import Peers, shared_memory
 from shoal.checkpoint.copies.remote import Remote, RemotePlace
 from shoal.checkpoint.folder import (
     LATEST,
@@ -30,8 +30,9 @@ from shoal.checkpoint.folder import (
 )
 from shoal.checkpoint.load import Reader
 from shoal.checkpoint.lock import FolderLock, FolderTaken
+from shoal.checkpoint.reports import Facts
 from shoal.checkpoint.room import cannot_write, check_room, check_writable
-from shoal.checkpoint.save import Facts, Saver, State
+from shoal.checkpoint.save import Saver, State
 from shoal.errors import ConfigError
 from shoal.train.state.checkpoint_config import PEER, CheckpointConfig
 from shoal.train.state.progress import Progress
@@ -72,7 +73,8 @@ class Checkpoints:
         self._steps: dict[str, int] = {}
         """By name, after how many steps a checkpoint was begun."""
         self._snapshots = Snapshots(context, launch.memory)
-        self._again = launch.again
+        self._kept = self._snapshots.may_hold(launch.again.times > 0)
+        """Whether there may be snapshots to go on from."""
         root = config.root
         if root is None:
             return
@@ -83,7 +85,7 @@ class Checkpoints:
                 f"every {meets_after}; use a multiple of {meets_after}."
             )
         if PEER in config.copies:
-            self._peers = Peers(context.savers, root)
+            self._peers = Peers(context.savers, shared_memory(context.savers, root))
         self._remotes = [Remote(url) for url in config.copies if url != PEER]
         check_types(context.whole)
         self._check_remotes(root)
@@ -333,7 +335,7 @@ class Checkpoints:
             places.append(self._peers)
         if root is not None:
             places += [RemotePlace(world, remote, root) for remote in self._remotes]
-        return places + (self._snapshots.places() if self._again.times else [])
+        return places + (self._snapshots.places() if self._kept else [])
 
     def _find(self, places: list[CheckpointPlace]) -> CheckpointEntry | None:
         try:

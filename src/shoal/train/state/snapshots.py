@@ -1,7 +1,8 @@
 """Snapshots of a run in the memory of its host, from which workers that were started anew go on.
 
 They are checkpoints in a folder of the memory file system, which the launcher has made and removes: no disk is touched,
-and the user need not have asked for anything. There is one for each Run of the script, by its number.
+and the user need not have asked for anything. There is one for each Run of the script, by its number. With several
+hosts each has such a folder, with the files of its own workers and of the host before it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 
 from shoal.checkpoint.copies.find_newest import CheckpointPlace, LocalFolder
+from shoal.checkpoint.copies.peers import Peers
 from shoal.checkpoint.folder import clean, glance
 from shoal.checkpoint.room import free_bytes
 from shoal.checkpoint.save import Saver
@@ -27,6 +29,8 @@ from shoal.world.free_memory import free_memory
 
 _COPIES = 3
 """Of the state, at most: the one being taken, the file that it becomes, and the file before it."""
+_APART = 4
+"""The same with several hosts: two may have five halves between them, and each brings the whole into its memory."""
 _FIXED_SECONDS = 0.005
 _BYTES_PER_SECOND = 1e9
 """What a snapshot takes, as long as none has been taken."""
@@ -43,8 +47,12 @@ class Snapshots:
         """`memory`: the job's folder in memory; empty: there is none, and nothing is ever taken."""
         self._world = context.savers
         number = next(_RUNS)
-        one_host = len(set(context.world.hosts)) == 1
-        takes = bool(memory) and one_host and not context.exchange.uses_servers
+        self._apart = len(set(context.world.hosts)) > 1
+        self._peers: Peers | None = None
+        everywhere = bool(memory)
+        if self._apart and not context.exchange.uses_servers:
+            everywhere = all(self._world.gather_values(everywhere))
+        takes = everywhere and not context.exchange.uses_servers
         self._root = Path(memory) / f"run-{number}" if takes else None
         self._pace = Pace(context.exchange.sync_interval)
         self._saver: Saver | None = None
@@ -66,24 +74,37 @@ class Snapshots:
             return
         self._bytes = expected_bytes(context.whole)
         first = self._world.rank == 0
-        root.mkdir(exist_ok=True) if first else None
-        room = min(free_memory(), free_bytes(root.parent)) if first else 0
-        enough = self._world.gather_values([room > _COPIES * self._bytes])[0][0]
-        if not enough:
+        hosts = self._world.hosts
+        leads = hosts.index(hosts[self._world.rank]) == self._world.rank
+        root.mkdir(exist_ok=True) if leads else None
+        wanted = (_APART if self._apart else _COPIES) * self._bytes
+        room = min(free_memory(), free_bytes(root.parent)) if leads else None
+        least = min(each for each in self._world.gather_values(room) if each is not None)
+        if least <= wanted:
             if first:
                 print(
-                    f"shoal: no snapshots in memory: they take up to {_COPIES * self._bytes / 1e6:.0f} MB, and "
-                    f"{room / 1e6:.0f} MB are free; a lost worker costs all steps since the last checkpoint.",
+                    f"shoal: no snapshots in memory: they take up to {wanted / 1e6:.0f} MB, and "
+                    f"{least / 1e6:.0f} MB are free; a lost worker costs all steps since the last checkpoint.",
                     file=sys.stderr,
                 )
             self._root = None
+            return
+        if self._apart:
+            self._peers = Peers(self._world, root)
+            self._saver = Saver(self._world, root, peers=self._peers, failures=math.inf, apart=True)
             return
         if first:
             clean(root)
         self._saver = Saver(self._world, root, self._committed, failures=math.inf)
 
+    def may_hold(self, again: bool) -> bool:
+        """Whether there may be some; `again`: this worker was started anew. With several hosts others may have been."""
+        return any(self._world.gather_values(again)) if self._apart and self._root is not None else again
+
     def places(self) -> list[CheckpointPlace]:
         """Where to look for one to go on from."""
+        if self._peers is not None:
+            return [self._peers]
         return [] if self._root is None else [LocalFolder(self._world, self._root)]
 
     def holds(self, folder: Path) -> bool:
