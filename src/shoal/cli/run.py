@@ -12,7 +12,6 @@ from shoal.cluster.local import Job, check, forkable_imports
 from shoal.cluster.recovery.elastic import parse_workers
 from shoal.cluster.recovery.retries import RETRIES
 from shoal.cluster.recovery.supervise import run_job
-from shoal.cluster.stalls import HANG_SECONDS
 from shoal.config import parse_value
 from shoal.errors import ConfigError
 from shoal.types import Value
@@ -26,8 +25,8 @@ Workers = Annotated[
     ),
 ]
 HangLimit = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", help="After this a worker that hangs is taken for lost; 0: never."),
+    float | None,
+    typer.Option(metavar="SECONDS", help="After this a worker that hangs is taken for lost (10); 0: never."),
 ]
 Retries = Annotated[
     int,
@@ -70,7 +69,7 @@ def run(
     hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
-    hang_limit: HangLimit = HANG_SECONDS,
+    hang_limit: HangLimit = None,
     retries: Retries = RETRIES,
     preparers: Preparers = 0,
     evaluators: Evaluators = 0,

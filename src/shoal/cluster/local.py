@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shoal.cluster import worker
 from shoal.cluster.output import Output, OutputStreams, open_streams
-from shoal.cluster.stalls import HANG_SECONDS, Stalls
+from shoal.cluster.stalls import HANG_SECONDS, HangLimit, Stalls
 from shoal.cluster.watch import FINISHING, Crew, Interrupts, say
 from shoal.errors import ConfigError, WorkerFailed
 from shoal.types import Value
@@ -71,8 +71,8 @@ class Job:
     fresh: bool = False
     """Start fresh interpreters always, and keep stdin: the launcher is a user's program, as under `shoal.launch`."""
 
-    hang_limit: float = HANG_SECONDS
-    """Seconds after which a worker that hangs is taken for lost; 0: it never is. See stalls.py."""
+    hang_limit: float | None = None
+    """Seconds after which a worker that hangs is taken for lost; 0: it never is; None: see recovery/patience.py."""
     least: int = 0
     """With fewer workers than these the job does not go on; 0: than all of them. See recovery/elastic.py."""
     preparers: int = 0
@@ -112,6 +112,8 @@ class Attempt:
     """With the launchers of other hosts."""
     stages: Companions | None = None
     """Who works beside the workers."""
+    hang_limit: HangLimit = lambda _: HANG_SECONDS
+    """After so many seconds a worker that hangs is taken for lost; 0: it never is."""
 
     def run(self, goes_on: Callable[[WorkerFailed, int], bool], yields_in: float | None = None) -> bool:
         """Until all have ended well; raises the first cause where one has not.
@@ -120,17 +122,18 @@ class Attempt:
         the error and the last step that was begun, whether there will be another start. Then nobody is waited for.
         """
         job, folder = self.job, self.folder
-        stalls = Stalls(folder, job.size, job.host_name, job.hang_limit, say)
+        stalls = Stalls(folder, job.size, job.host_name, self.hang_limit, say)
         crew = Crew(folder, job.size, self.interrupts, job.host_name, stalls, hurries=job.retries > 0)
         for descriptor in self.kept:
             crew.keep_from_workers(descriptor)
-        broker = _server_broker(folder, self.threads, crew) if self.forkable and job.hosts == 1 else None
+        broker = _server_broker(folder, self.threads, crew) if self.forkable else None
         starter = WorkerStarter(job, folder, crew, self.threads, self.forkable, broker, self.environment)
         crew.replace = starter.replace
         if broker is not None:
             crew.ended = broker.worker_ended
             crew.independent = lambda: broker.replaces
         if self.liaison is not None:
+            self.liaison.alone = crew.independent
             crew.hear_others(self.liaison.descriptor, self.liaison.hear, self.liaison.look)
         try:
             with self.interrupts.held():
@@ -172,7 +175,7 @@ def check(job: Job) -> None:
             raise ConfigError(f"{name} {value} is negative; 0 starts none.")
     if job.retries < 0:
         raise ConfigError(f"--retries {job.retries} is negative; 0 starts nothing again.")
-    if job.hang_limit < 0:
+    if job.hang_limit is not None and job.hang_limit < 0:
         raise ConfigError(
             f"--hang-limit {job.hang_limit:g} is negative; give seconds, or 0 for a run that waits for ever."
         )

@@ -25,6 +25,7 @@ _WAITS = (
 )
 """Code in which a worker is when it waits for others."""
 _COMPILES = (_TORCH + "_dynamo" + os.sep, _TORCH + "_inductor" + os.sep)
+_DEBUGS = tuple(os.path.join(_PYTHON, name) for name in ("pdb.py", "bdb.py", "code.py"))
 _LINES = 8
 _MOST = 1 << 20
 """Characters of an answer that are looked at."""
@@ -53,6 +54,11 @@ class Stack:
     def compiles(self) -> bool:
         """Whether torch is compiling the model."""
         return any(file.startswith(_COMPILES) for file, _, _ in self.frames)
+
+    @property
+    def debugs(self) -> bool:
+        """Whether it waits for somebody at a prompt."""
+        return any(file.startswith(_DEBUGS) for file, _, _ in self.frames)
 
     def __str__(self) -> str:
         return "\n".join(

@@ -33,8 +33,10 @@ USUAL_STEPS = 3.0
 LONG_SECONDS = 60.0
 """The same in phases that may take long."""
 HANG_SECONDS = 300.0
-"""The default of `--hang-limit`: after it a hung worker ends the run."""
+"""After it a hung worker is taken for lost, unless `--hang-limit` says otherwise or little is lost by it."""
 EXIT_CODE = 4
+HangLimit = Callable[[float], float]
+"""The seconds, as they are now, for a worker of which so many may pass with nothing wrong."""
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Watched:
         """Whether what it does cannot be meant to take so long."""
         if self.stopped:
             return True
-        busy = self.place.phase == Phase.DATA or (self.stack is not None and self.stack.compiles)
+        stack = self.stack
+        busy = self.place.phase == Phase.DATA or (stack is not None and (stack.compiles or stack.debugs))
         return _may_hang(self.place) and not busy
 
     def look(self, excused: float) -> None:
@@ -90,13 +93,13 @@ class Stalls:
     """Looks at the workers of this host, about once a second."""
 
     def __init__(
-        self, folder: str, size: int, host: str, hang_limit: float, say: Callable[[str], None]
+        self, folder: str, size: int, host: str, hang_limit: HangLimit, say: Callable[[str], None]
     ) -> None:
         """`hang_limit`: seconds after which a hung worker ends the run; 0: it never does."""
         self._folder = folder
         self._size = size
         self._host = host
-        self._hang_limit = hang_limit
+        self._limit = hang_limit
         self._say = say
         self._workers: dict[int, Watched] = {}
         self._looked = time.monotonic()
@@ -131,17 +134,20 @@ class Stalls:
             one.told = one.place.since
         if fresh:
             self._say(self._sentence(fresh, guilty))
-        hung = [one for one in guilty if one.hangs and one.still > self._hang_limit > 0]
+        hung = [one for one in guilty if one.hangs and one.still > self._hang_limit(one) > 0]
         if hung and (not alone or len(hung) == len(self._workers)):
             raise self._failure(hung[0])
+
+    def _hang_limit(self, one: Watched) -> float:
+        return self._limit(USUAL_STEPS * one.place.usual)
 
     def dispensable(self) -> list[int]:
         """Workers that hang, where all that was to be done is done by others."""
         return [
             one.rank
             for one in self._workers.values()
-            if (one.stopped or one.still > min(one.limit, self._hang_limit or one.limit))
-            and (one.hangs or one.still > self._hang_limit > 0)
+            if (one.stopped or one.still > min(one.limit, self._hang_limit(one) or one.limit))
+            and (one.hangs or one.still > self._hang_limit(one) > 0)
         ]
 
     def _culprits(self) -> list[Watched]:
@@ -197,8 +203,8 @@ class Stalls:
             said = " If that is not meant to take so long, Ctrl-C ends the run."
         else:
             return " It is waited for; Ctrl-C ends the run."
-        if self._hang_limit:
-            said += f" If it does not move, it is taken for lost after {self._hang_limit:g} s (--hang-limit)."
+        if limit := self._hang_limit(one):
+            said += f" If it does not move, it is taken for lost after {limit:.0f} s (--hang-limit)."
         return said
 
     def _failure(self, one: Watched) -> WorkerFailed:

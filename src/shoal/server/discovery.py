@@ -19,6 +19,10 @@ from shoal.world.private_folder import socket_path
 from shoal.world.world import World
 
 _SECONDS = 60.0
+_ALONE = (
+    "workers on several hosts need servers that all can reach: start them with `shoal server`, and say "
+    "ps(at=ADDRESS:PORT, keys=FILE)."
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ def find_servers(
         if world.launcher:  # it starts no servers, but another worker in the place of one that is killed
             ask_launcher(world.launcher, request)
         return Endpoint(f"tcp://{at}", JobKeys.read(Path(keys).expanduser()))
+    if len(set(world.hosts)) > 1:
+        raise ConfigError(_ALONE)
     if world.launcher:
         return ask_launcher(world.launcher, request)
     return _threads(world, servers, world.size if replaceable else 1)
@@ -75,11 +81,6 @@ def _threads(world: World, servers: int, workers: int) -> Endpoint:
         keys = JobKeys.make()  # other users of this host can reach loopback too
         started = Threads(servers, keys)
         return Endpoint(started.address, keys, started.close)
-    if len(set(world.hosts)) > 1:
-        raise ConfigError(
-            "workers on several hosts need servers that all can reach: start them with `shoal server`, and say "
-            "ps(at=ADDRESS:PORT, keys=FILE)."
-        )
     store = world.store
     assert store is not None
     turn = store.add(f"shoal/ps/{world.rank}", 1)  # the same on all ranks: they come here equally often

@@ -137,7 +137,13 @@ class World:
     def unjoined(launch: Launch, device: str = "auto") -> World:
         """A worker that knows its number and meets nobody: it joins no group, and its collectives are with itself."""
         where = choose_device(device, launch.local_rank)
-        hosts = [launch.host] * launch.size
+        first = launch.rank - launch.local_rank
+        own = range(first, first + launch.local_size)
+        # Nobody is asked: `shoal run` starts as many on each host, and whoever is elsewhere has another name.
+        hosts = [
+            launch.host if rank in own else f"another-{rank // launch.local_size}"
+            for rank in range(launch.size)
+        ]
         return World(launch.rank, launch.size, where, hosts, launcher=launch.launcher)
 
     def alone_among(self) -> World:

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -72,6 +72,8 @@ class Liaison:
         self._line.setblocking(False)
         self._partial = b""
         self._heard = time.monotonic()
+        self.alone: Callable[[], bool] = lambda: False
+        """Whether the workers of this host need none of another's: they meet at servers only."""
         self.news = News()
         self.generation = 0
         """The start that this launcher's workers belong to."""
@@ -87,6 +89,9 @@ class Liaison:
         news = self.news
         if news.over:
             raise WorkerFailed(f"the job has ended on another host: {news.over}", _EXIT_CODE)
+        if self.alone():
+            self.generation = max(self.generation, news.start)
+            return
         if news.start > self.generation:
             raise _lost("another host has lost a worker", FOLLOWS)
         if news.lost:
@@ -96,7 +101,7 @@ class Liaison:
 
     def look(self) -> None:
         """Once a second: raises where the store has not answered for a while."""
-        if time.monotonic() - self._heard > SILENT_SECONDS:
+        if time.monotonic() - self._heard > SILENT_SECONDS and not self.alone():
             raise _lost(f"the store of host 0 has not answered for {SILENT_SECONDS:g} s", "a lost store")
 
     def begin(self, interrupts: Interrupts) -> int:
@@ -112,9 +117,9 @@ class Liaison:
             heard = time.monotonic() - self._heard < SILENT_SECONDS
             if news.over:
                 raise WorkerFailed(f"the job has ended on another host: {news.over}", _EXIT_CODE)
-            if heard and news.start >= self.generation and not news.lost:
-                self.generation = news.start
-                return news.start
+            if (heard and news.start >= self.generation and not news.lost) or self.alone():
+                self.generation = max(self.generation, news.start)
+                return self.generation
             if not told and time.monotonic() - began > 2.0:
                 told = True
                 who = f"host {', '.join(map(str, news.lost))}" if news.lost else "host 0"
@@ -216,10 +221,17 @@ class _Beside:
         self._line = line
         self._partial = b""
         self._beats: dict[int, tuple[int, float]] = {}
+        self._store = b""
+        """The name of the store that was talked to last."""
+        self._start = 0
+        """The highest start that was ever seen."""
 
     def talk(self, store: Any) -> None:
         """Until the store is gone."""
         store.compare_set("start", "", "0")
+        before, self._store = self._store, store.compare_set("name", "", os.urandom(8).hex())
+        if before not in (b"", self._store):  # the host of the store was lost, and with it its workers
+            _raise_to(store, self._start + 1)
         if store.add(f"joined/{self._host}", 1) > 1:  # this host was here before, and is another one now
             _raise_to(store, int(store.get("start")) + 1)
         while True:
@@ -246,7 +258,8 @@ class _Beside:
                 if now - self._beats[host][1] > SILENT_SECONDS:
                     lost.append(host)
         over = store.get("over").decode() if store.check(["over"]) else ""
-        return News(int(store.get("start")), tuple(lost), done, over)
+        self._start = max(self._start, int(store.get("start")))
+        return News(self._start, tuple(lost), done, over)
 
     def _words(self) -> list[dict[str, Any]]:
         try:

@@ -56,8 +56,13 @@ class Retries:
         self.times = 0
         """How often the workers were started again."""
 
-    def after(self, failed: WorkerFailed, reached: int, size: Size | None = None) -> Verdict:
-        """Decide. `reached`: the last step that the lost workers had begun; `size`: may become smaller."""
+    def after(
+        self, failed: WorkerFailed, reached: int, size: Size | None = None, known: bool = True
+    ) -> Verdict:
+        """Decide. `reached`: the last step that the lost workers had begun; `size`: may become smaller.
+
+        `known`: whether it was lost, and not only slow.
+        """
         loss, before = failed.loss, self._last
         further = reached > self._furthest
         self._furthest = max(reached, self._furthest)
@@ -72,7 +77,7 @@ class Retries:
             self.in_vain = 0
             self._shrunk = True
             return Verdict(again=True, shrinks=True)
-        if before is not None and loss.step and _alike(before, loss, self._shrunk):
+        if known and before is not None and loss.step and _alike(before, loss, self._shrunk):
             samples = f" Its samples in that step: {loss.samples}." if loss.samples else ""
             return Verdict(again=False, why=f"It was lost there twice, by {loss.cause}.{samples}")
         self._shrunk = False

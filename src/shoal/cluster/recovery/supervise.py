@@ -18,6 +18,7 @@ from pathlib import Path
 from shoal.cluster.local import Attempt, Job, address_of, check, import_torch, threads_of
 from shoal.cluster.recovery.elastic import Size
 from shoal.cluster.recovery.liaison import Liaison
+from shoal.cluster.recovery.patience import Patience, holds_snapshot
 from shoal.cluster.recovery.retries import Retries, Verdict
 from shoal.cluster.stage_processes import StageProcesses
 from shoal.cluster.watch import Interrupts, say
@@ -75,6 +76,7 @@ class _Starts:
         self._interrupts = interrupts
         self._forkable = forkable
         self._retries = Retries(job.retries)
+        self._patience = Patience(job.hang_limit, lambda: holds_snapshot(memory))
         self._size = Size(job.workers, job.least or job.workers, job.workers)
         self._liaison: Liaison | None = None
         if job.hosts > 1 and job.retries:
@@ -105,6 +107,7 @@ class _Starts:
             self._environment,
             self._liaison,
             self._stages,
+            self._patience.limit,
         )
         self._number += 1
         self._verdict = Verdict(again=False)
@@ -134,7 +137,9 @@ class _Starts:
     def _decide(self, failed: WorkerFailed, reached: int) -> bool:
         """Whether there is another start; asked while the workers of this one are still there."""
         self._failed = time.monotonic()
-        self._verdict = self._retries.after(failed, reached, self._size)
+        known = self._patience.knows(failed.loss)
+        self._patience.after(failed.loss)
+        self._verdict = self._retries.after(failed, reached, self._size, known)
         return self._verdict.again
 
     def _tell_loss(self, failed: WorkerFailed, before: int) -> None:

@@ -216,8 +216,11 @@ class Coordinator:
     def _hear_worker(self, source: int, message: Message, sign: WorkerSign, now: float) -> None:
         self.met.add(source)
         if source not in self.workers:
-            for other in [other for other in self.workers.values() if other.rank == sign["rank"]]:
-                other.address = ""  # this one is in its place
+            for who, other in self.workers.items():
+                if other.rank == sign["rank"] and not other.lost:  # this one is in its place
+                    other.address = ""
+                    other.lost = True
+                    self._release(who)
         worker = self.workers.setdefault(source, Worker(now, int(sign["rank"])))
         worker.held = float(sign["held"])
         worker.heard = now
