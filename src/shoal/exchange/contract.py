@@ -19,8 +19,8 @@ or  collect()                      once, where a pipeline has run the backward p
     publish()                      every worker sees what `apply` has changed
 or  discard()                      instead of the last two: forget this step's gradients
 
-The loss that goes into backward is a sum, so gradients are sums, times `weight`; `factor` turns them into the
-mean over the true global count. Where the weight was one over that count already, it is 1 and costs nothing.
+The loss that goes into backward is a sum, so gradients are sums, times `weight`; `factor` turns them into the mean over
+the true global count. Where the weight was one over that count already, it is 1 and costs nothing.
 """
 
 from __future__ import annotations
@@ -83,16 +83,14 @@ class JoinState:
     count_per_sample: float
     loss_scale: float
     good_steps: int
-    by_module: bool | None = None
-    """Whether modules have random streams of their own; None: that is not known yet."""
+    by_module: bool | None = None  # whether modules have random streams of their own, once that is known
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One worker's share of one step."""
+    """One worker's share of one step; steps are counted from 0."""
 
     step: int
-    """Counted from 0."""
     part: int | None = None
     """Whose samples of it to compute: None, this worker's own; -1, nobody's."""
     joined: JoinState | None = None
