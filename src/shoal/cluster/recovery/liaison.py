@@ -229,7 +229,8 @@ class _Beside:
     def talk(self, store: Any) -> None:
         """Until the store is gone."""
         store.compare_set("start", "", "0")
-        before, self._store = self._store, store.compare_set("name", "", os.urandom(8).hex())
+        before = self._store
+        self._store = store.compare_set("name", "", os.urandom(8).hex())
         if before not in (b"", self._store):  # the host of the store was lost, and with it its workers
             _raise_to(store, self._start + 1)
         if store.add(f"joined/{self._host}", 1) > 1:  # this host was here before, and is another one now
