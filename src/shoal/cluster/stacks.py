@@ -25,7 +25,7 @@ _WAITS = (
 )
 """Code in which a worker is when it waits for others."""
 _COMPILES = (_TORCH + "_dynamo" + os.sep, _TORCH + "_inductor" + os.sep)
-_DEBUGS = tuple(os.path.join(_PYTHON, name) for name in ("pdb.py", "bdb.py", "code.py"))
+_DEBUGS = tuple(os.path.join(_PYTHON, f"{name}.py") for name in ("pdb", "bdb", "code"))
 _LINES = 8
 _MOST = 1 << 20
 """Characters of an answer that are looked at."""
