@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -47,6 +50,15 @@ DryRun = Annotated[
 ]
 
 
+Hosts = Annotated[
+    str,
+    typer.Option(
+        metavar="N|FILE",
+        help="How many hosts take part, start this command on each; or a file of hosts, reached by ssh.",
+    ),
+]
+
+
 def run(
     script: Annotated[str, typer.Argument(help="The Python file to run.", show_default=False)],
     args: Annotated[
@@ -66,7 +78,7 @@ def run(
         Literal["first", "all"],
         typer.Option(help="Whose output is shown: the first worker's, or all with ranks."),
     ] = "first",
-    hosts: Annotated[int, typer.Option(help="How many hosts take part; start this command on each.")] = 1,
+    hosts: Hosts = "1",
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",
     hang_limit: HangLimit = None,
@@ -84,6 +96,7 @@ def run(
     shoal run --preparers 2 --evaluators 1 train.py
     shoal run --set clip=0.5 --set precision=bf16 train.py
     shoal run --hosts 2 --host 0 --at 10.0.0.1:29500 train.py    (and --host 1 on the other)
+    shoal run --hosts hosts.txt --workers 4 train.py
     """
     least, most = parse_workers(workers) if workers else (0, default_workers())
     job = Job(
@@ -94,7 +107,7 @@ def run(
         overrides=overrides(strategy, steps, settings or []),
         threads=threads,
         output=output,
-        hosts=hosts,
+        hosts=int(hosts) if hosts.lstrip("-").isdigit() else 1,
         host=host,
         at=at,
         hang_limit=hang_limit,
@@ -104,8 +117,55 @@ def run(
     )
     if no_scout:
         typer.echo("shoal: --no-scout is now called --no-dry-run.", err=True)
-    refuse_early(job, dry_run and not no_scout)
-    run_job(job)
+    if hosts.lstrip("-").isdigit():
+        refuse_early(job, dry_run and not no_scout)
+        run_job(job)
+    else:
+        words = [*run_options(strategy, steps, settings or []), *launch_options(job)]
+        _run_over_ssh(job, Path(hosts), words, dry_run and not no_scout)
+
+
+def _run_over_ssh(job: Job, file: Path, words: Sequence[str], dry_run: bool) -> None:
+    from shoal.cluster.over_ssh.hosts import read_hosts
+    from shoal.cluster.over_ssh.start import RemoteJob, run_over_ssh
+
+    if job.host:
+        raise ConfigError(
+            f"--host {job.host} beside a file of hosts: this command starts all of them; leave it out."
+        )
+    hosts = read_hosts(file)
+    if len(hosts) == 1:
+        raise ConfigError(f"--hosts {file} names one host; log in there and use shoal run without --hosts.")
+    if job.least not in (0, job.workers):
+        raise ConfigError(
+            f"--workers {job.least}:{job.workers} is for one host; with --hosts give one number."
+        )
+    refuse_early(replace(job, workers=job.workers * len(hosts), at="", least=0), dry_run)
+    run_over_ssh(RemoteJob(hosts, [*words, job.script, *job.args], job.at))
+
+
+def run_options(strategy: str, steps: str, settings: Sequence[str]) -> list[str]:
+    """The words of --strategy, --steps and --set, for another `shoal run`.
+
+    >>> run_options("zero1", "", ["clip=0.5"])
+    ['--strategy', 'zero1', '--set', 'clip=0.5']
+    """
+    given = [("--strategy", strategy), ("--steps", steps), *(("--set", setting) for setting in settings)]
+    return [word for option, text in given if text for word in (option, text)]
+
+
+def launch_options(job: Job) -> list[str]:
+    """The words of what else each host is told."""
+    threads = ["--threads", str(job.threads)] if job.threads is not None else []
+    numbers = [
+        "--workers",
+        str(job.workers),
+        "--hang-limit",
+        f"{job.hang_limit:g}",
+        "--retries",
+        str(job.retries),
+    ]
+    return [*numbers, *threads, "--output", job.output, "--no-dry-run"]
 
 
 def refuse_early(job: Job, dry_run: bool = True) -> None:

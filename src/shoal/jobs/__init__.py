@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shoal.jobs.engine import Engine, accept
 from shoal.jobs.local.engine import Local
+from shoal.jobs.slurm.engine import Slurm
 from shoal.table import Table
 
-TABLE: Table[type[Engine]] = Table("engine", {"local": Local})
+TABLE: Table[type[Engine]] = Table("engine", {"local": Local, "slurm": Slurm})
 DEFAULT = "local"
 """Whose jobs are named by their number alone."""
 

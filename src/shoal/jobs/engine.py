@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -82,6 +82,14 @@ class Engine(ABC):
     @abstractmethod
     def cancel(self, job: str) -> None:
         """Have it save and end, or never begin."""
+
+
+class ArrayEngine(Engine):
+    """An engine that takes many jobs at once, and holds some back by itself."""
+
+    @abstractmethod
+    def submit_all(self, specs: Sequence[JobSpec], at_once: int) -> list[str]:
+        """Hand over jobs that differ in their commands only; `at_once` may run at a time."""
 
 
 def accept(engine: Engine, name: str, spec: JobSpec) -> None:

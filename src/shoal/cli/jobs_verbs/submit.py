@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.run import default_workers, overrides
+from shoal.cli.run import default_workers, overrides, run_options
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def submit(
     shoal submit train.py --workers 2 --time 2h --memory 4GB
     shoal submit train.py --priority high --after 12 -- --data corpus/
     """
+    check_settings(strategy, steps, settings or [])
     words = (*run_options(strategy, steps, settings or []), script, *(args or []))
     spec = _sized(words, workers, priority, limit, memory)
     spec = replace(
@@ -111,6 +112,15 @@ def submit(
         engine=tuple(engine or ()),
     )
     hand_over(spec, on, engine_of(on, queue), dry_run)
+
+
+def check_settings(strategy: str, steps: str, settings: list[str]) -> None:
+    """Refuse what `shoal run` would refuse at once, before anything waits in a queue for it."""
+    found = overrides(strategy, steps, settings)
+    if not str(found.get("strategy", "auto")).startswith("auto"):
+        from shoal.config import parse_strategy
+
+        parse_strategy(str(found["strategy"]))
 
 
 def _sized(words: tuple[str, ...], workers: str, priority: str, limit: str, memory: str) -> JobSpec:
@@ -141,27 +151,6 @@ def hand_over(spec: JobSpec, on: str, engine: Engine, dry_run: bool) -> None:
     job = engine.submit(spec)
     shown = job if on == DEFAULT else f"{on}:{job}"
     print(f"job {shown} is in the queue; shoal logs {shown} -f shows its output.")
-
-
-def run_options(strategy: str, steps: str, settings: list[str]) -> list[str]:
-    """What `shoal run` is given, checked as `shoal run` does.
-
-    >>> run_options("zero1", "", ["clip=0.5"])
-    ['--strategy', 'zero1', '--set', 'clip=0.5']
-    """
-    found = overrides(strategy, steps, settings)
-    if "strategy" in found:
-        from shoal.config import parse_strategy
-
-        if not str(found["strategy"]).startswith("auto"):
-            parse_strategy(str(found["strategy"]))
-    words = [
-        word
-        for option, text in (("--strategy", strategy), ("--steps", steps))
-        if text
-        for word in (option, text)
-    ]
-    return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
 def engine_of(name: str, queue: Path | None) -> Engine:

@@ -23,8 +23,7 @@ from shoal.jobs.local.decide import can_reserve
 from shoal.jobs.local.host import read_host
 from shoal.jobs.local.state import Reservation
 from shoal.jobs.local.store import Row, Store
-
-FOLLOW_SECONDS = 0.2
+from shoal.jobs.output import read_output
 
 
 def default_folder() -> Path:
@@ -111,20 +110,11 @@ class Local(Engine):
             row = _row_of(store, job)
             if follow and row.state not in ENDS:
                 scheduler.ensure(self.folder)
-            file = store.job_folder(row.id) / "log"
-            place = 0
-            while True:
-                over = not follow or _row_of(store, job).state in ENDS
-                if file.is_file():
-                    with file.open("rb") as stream:
-                        stream.seek(place)
-                        piece = stream.read()
-                    place += len(piece)
-                    if piece:
-                        yield piece.decode(errors="replace")
-                if over:
-                    return
-                time.sleep(FOLLOW_SECONDS)
+
+            def is_over() -> bool:
+                return not follow or _row_of(store, job).state in ENDS
+
+            yield from read_output(store.job_folder(row.id) / "log", is_over)
 
     def cancel(self, job: str) -> None:
         """Never begin, or save and end."""
