@@ -50,6 +50,15 @@ DryRun = Annotated[
 ]
 
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the script's Run."),
+]
+Threads = Annotated[int | None, typer.Option(help="Threads of each worker (an equal share of cores).")]
+Shown = Annotated[
+    Literal["first", "all"],
+    typer.Option(help="Whose output is shown: the first worker's, or all with ranks."),
+]
 Hosts = Annotated[
     str,
     typer.Option(
@@ -67,17 +76,9 @@ def run(
     workers: Workers = "",
     strategy: Annotated[str, typer.Option(help='How the work is shared, such as "zero1".')] = "",
     steps: Annotated[str, typer.Option(help="How long to train: 100, or 2ep for two epochs.")] = "",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the script's Run."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of each worker (an equal share of cores).")
-    ] = None,
-    output: Annotated[
-        Literal["first", "all"],
-        typer.Option(help="Whose output is shown: the first worker's, or all with ranks."),
-    ] = "first",
+    settings: Settings = None,
+    threads: Threads = None,
+    output: Shown = "first",
     hosts: Hosts = "1",
     host: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     at: Annotated[str, typer.Option(metavar="ADDRESS:PORT", help="Where host 0 can be reached.")] = "",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.run import default_workers, overrides, run_options
+from shoal.cli.run import Settings, default_workers, overrides, run_options
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ Workers = Annotated[
     typer.Option(
         metavar="N|MIN:MAX", help="All start at once or none (2, or 1 on one core).", show_default=False
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the script's Run."),
 ]
 EngineOptions = Annotated[
     list[str] | None,

@@ -82,10 +82,11 @@ def _ready(queue: Queue, now: float) -> tuple[list[Waiting], list[Drop]]:
     """Those that may start as far as other jobs and reservations go, and those that never will."""
     windows = {reservation.name: reservation for reservation in queue.reservations}
     ends = dict(queue.ends)
-    able, dropped = [], []
-    for job in sorted(
-        queue.waiting, key=attrgetter("id")
-    ):  # who waits for another is the younger: drops cascade
+    late = [job for job in queue.waiting if job.after or job.reservation]
+    able = [job for job in queue.waiting if not (job.after or job.reservation)]
+    dropped = []
+    # Who waits for another is the younger of the two, so that one pass drops all that fall together.
+    for job in sorted(late, key=attrgetter("id")):
         bad = next((i for i in job.after if ends.get(i) in ("failed", "cancelled")), None)
         if bad is not None:
             ended = "failed" if ends[bad] == "failed" else "been cancelled"
@@ -121,9 +122,8 @@ def can_reserve(queue: Queue, reservation: Reservation, now: float) -> bool:
 def ordered(jobs: Sequence[Waiting], queue: Queue) -> Iterator[Waiting]:
     """By priority; within one by turns of the accounts, whoever has used least first; within one by submission."""
     used = dict(queue.usage)
-    for (
-        running
-    ) in queue.running:  # as if it had used its time: so a start does not change the order of the others
+    # Running jobs count as if they had used their time: so a start does not change the order of the others.
+    for running in queue.running:
         used[running.job.account] = used.get(running.job.account, 0.0) + _cost(running.job)
     levels: dict[int, dict[str, deque[Waiting]]] = {}
     for job in sorted(jobs, key=attrgetter("submitted", "id")):
@@ -157,8 +157,14 @@ def _start(
     head: Waiting | None = None
     refused = set[tuple[int, int, int, int, float]]()
     for job in jobs:
+        if head is not None:
+            cores, memory, _ = profile.now
+            if cores <= 0 or len(refused) >= MOST_TRIED:
+                return  # before the rest is even put in order
+            if job.least * job.cores > cores or job.memory > memory:
+                continue
         shape = (job.least, job.cores, job.memory, job.devices, job.lasts)
-        if head is not None and (shape in refused or len(refused) >= MOST_TRIED):
+        if shape in refused:
             continue
         workers = _widest(profile, job, now)
         if workers:
