@@ -37,6 +37,7 @@ BENCHMARKS = {
     "data": "data",
     "stages": "data",
     "recovery": "faults",
+    "queue": "jobs",
     "augment": "data",
     "order": "data",
     "padding": "data",

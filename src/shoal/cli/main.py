@@ -14,6 +14,7 @@ from shoal.cli.data_verbs import keep as data_keep
 from shoal.cli.data_verbs import look as data_look
 from shoal.cli.jobs_verbs.look import cancel, jobs, logs
 from shoal.cli.jobs_verbs.submit import reserve, submit
+from shoal.cli.jobs_verbs.sweep import sweep
 from shoal.cli.list import list_choices
 from shoal.cli.page import page, trace
 from shoal.cli.plan_verb.plan import plan
@@ -42,6 +43,7 @@ app.command()(jobs)
 app.command()(logs)
 app.command()(cancel)
 app.command()(reserve)
+app.command()(sweep)
 app.command()(verify)
 app.command()(plan)
 app.command()(selftest)

@@ -251,15 +251,20 @@ def check_kinds(config: RunConfig) -> None:
             raise ConfigError(f"{name}= is a {type(given).__name__}; give a function.")
 
 
+def settable() -> set[str]:
+    """The settings that the command line may override."""
+    return {f.name for f in dataclasses.fields(RunConfig) if f.name not in _NOT_SETTABLE}
+
+
 def apply_overrides(config: RunConfig, overrides: Mapping[str, Value]) -> int | str | None:
     """Set the fields that they name; how long to train, if that is among them."""
     hints = get_type_hints(type(config))
-    settable = {f.name for f in dataclasses.fields(config) if f.name not in _NOT_SETTABLE}
+    known = settable()
     for key, value in overrides.items():
         if key == "steps":
             continue
-        if key not in settable:
-            raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, settable)}")
+        if key not in known:
+            raise ConfigError(f"--set {key}={value}: Run has no such setting{did_you_mean(key, known)}")
         try:
             setattr(config, key, as_type(value, hints[key]))
         except TypeError as wanted:

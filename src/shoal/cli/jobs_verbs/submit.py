@@ -93,7 +93,7 @@ def submit(
     """
     check_settings(strategy, steps, settings or [])
     words = (*run_options(strategy, steps, settings or []), script, *(args or []))
-    spec = _sized(words, workers, priority, limit, memory)
+    spec = sized(words, workers, priority, limit, memory)
     spec = replace(
         spec,
         cores=cores,
@@ -119,7 +119,8 @@ def check_settings(strategy: str, steps: str, settings: list[str]) -> None:
         parse_strategy(str(found["strategy"]))
 
 
-def _sized(words: tuple[str, ...], workers: str, priority: str, limit: str, memory: str) -> JobSpec:
+def sized(words: tuple[str, ...], workers: str, priority: str, limit: str, memory: str) -> JobSpec:
+    """The command, and how much it takes."""
     from shoal.jobs.job import JobSpec, parse_memory, parse_priority, parse_time, parse_width
 
     least, most = parse_width(workers) if workers else (default_workers(), default_workers())
