@@ -50,6 +50,13 @@ def test_a_plan_a_choice_and_a_review(tmp_path: Path) -> None:
     assert strategy in names
     assert start["predicted_seconds"] > 0  # type: ignore[operator]
 
+    (memory,) = [
+        event for event in read_events(tmp_path / "log" / "events.jsonl") if event.get("event") == "memory"
+    ]
+    measured, predicted = memory["measured"], memory["predicted"]
+    assert measured["parameters"] == pytest.approx(predicted["parameters"], rel=0.05)  # type: ignore[index]
+    assert predicted["peak"] == start["predicted_memory"]  # type: ignore[index]
+
     # As if nothing had been tried: every loss is that of a run that was given the strategy, to the last bit.
     given = shoal(tmp_path, "run", "--workers", "2", "--strategy", strategy, "train.py")
     assert given.out == chosen.out

@@ -260,6 +260,14 @@ def test_divided_plans_are_held_to_what_workers_have_tried(work: Work) -> None:
     assert predictor(held).predict(found.plan).total == 10**9, "what building takes counts too"
 
 
+def test_passes_outside_of_what_was_measured_stay_sensible(work: Work) -> None:
+    """Noise may put the line through two sizes below zero, and make it fall."""
+    steep = replace(work, passes=[Pass(8, Interval.exact(0.1), 0), Pass(16, Interval.exact(0.9), 0)])
+    assert steep.seconds(4).middle == pytest.approx(0.05)
+    falling = replace(work, passes=[Pass(8, Interval.exact(0.9), 0), Pass(16, Interval.exact(0.5), 0)])
+    assert falling.seconds(64).middle == pytest.approx(0.5)
+
+
 def test_a_slower_network_costs_more_and_a_larger_batch_hides_it(work: Work) -> None:
     plan = check_text("ddp", WORKERS)
     slow = predictor(work, hosts=2, net=1e5).predict(plan)
@@ -347,6 +355,16 @@ def test_memory_auto_picks_what_fits() -> None:
         fit_memory(replace(wide, memory=f"{base:.0f}"), World.alone())
     with pytest.raises(ConfigError, match="write it like 80GB"):
         fit_memory(replace(wide, memory="much"), World.alone())
+
+
+def test_a_step_of_ones_own_is_planned_without_compressors_and_whole(work: Work) -> None:
+    own = replace(
+        work, compression="cannot be compressed", divisions={}, refused={(2, 1, 1): "needs whole models"}
+    )
+    found = search(predictor(own), Wanted())
+    assert all(one.plan.compressor is None for one in found.plans)
+    assert found.refused["ddp + int8"] == "cannot be compressed"
+    assert found.refused["ddp * tp2"] == "needs whole models"
 
 
 def test_options_of_auto() -> None:

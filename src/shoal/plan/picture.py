@@ -36,7 +36,8 @@ def draw_plans(plans: Sequence[Prediction], path: Path) -> None:
     left.invert_yaxis()
     left.set_xlabel("milliseconds a step")
     left.set_xlim(left=0)
-    left.legend(loc="lower right", fontsize=8)
+    # Above the bars, where it hides none of them.
+    left.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, fontsize=8, frameon=False)
     right.barh(places, [one.total / 1e6 for one in rows], color="#54a24b", height=0.62)
     right.set_yticks(places, [""] * len(rows))
     right.invert_yaxis()

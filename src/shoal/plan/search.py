@@ -139,6 +139,8 @@ def _check(predictor: Predictor, plan: Plan, wanted: Wanted) -> None:
     objection = predictor.work.exchanges.get(plan.exchange.name)
     if objection is not None:
         raise ConfigError(objection)
+    if plan.compressor is not None and predictor.work.compression:
+        raise ConfigError(predictor.work.compression)
     if not _enough(predictor, plan, wanted.accumulate[0]):
         raise ConfigError(
             f"a global batch of {predictor.setting.global_batch} has fewer samples than its micro-batches"

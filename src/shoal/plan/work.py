@@ -69,6 +69,8 @@ class Work:
     """Why the model cannot be divided so."""
     exchanges: Mapping[str, str] = field(default_factory=dict)
     """Exchanges that cannot train this model, and why."""
+    compression: str = ""
+    """Why nothing on the wire can be compressed; empty where it can."""
     base: int = 0
     """Bytes of a worker's process before it has a model."""
     neighbours: int = 1
@@ -95,9 +97,15 @@ class Work:
         """
         first, second, share = self._place(samples)
         found = first.seconds * (1 - share) + second.seconds * share
-        if self.passes[0].samples <= samples <= self.passes[-1].samples:
+        smallest, largest = self.passes[0], self.passes[-1]
+        if smallest.samples <= samples <= largest.samples:
             return found
-        return found.widened(_OUTSIDE)  # nobody has measured there
+        # Nobody has measured there. Fewer samples are no faster each, and more take no less together.
+        least = (
+            smallest.seconds * (samples / smallest.samples) if samples < smallest.samples else largest.seconds
+        )
+        low, high = max(found.low, least.low), max(found.high, least.high)
+        return Interval(low, max(found.middle, least.middle), high).widened(_OUTSIDE)
 
     def held(self, samples: float) -> int:
         """Bytes at the peak of such a pass."""

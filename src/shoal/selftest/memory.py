@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,6 @@ from torch.utils.data import TensorDataset
 from shoal.cost import Cost
 from shoal.errors import ConfigError
 from shoal.exchange import TABLE as EXCHANGES
-from shoal.exchange.local_tensor import local
 from shoal.selftest.row import Answer
 from shoal.selftest.strategies import exchanges, name_of
 from shoal.testing.parity import take_step
@@ -22,6 +20,7 @@ from shoal.train.build import build
 from shoal.train.profile_run import cost_of
 from shoal.train.run_config import RunConfig
 from shoal.train.step_context import StepContext
+from shoal.train.watch.memory import bytes_under, memory_by_kind
 from shoal.world.world import World
 
 WITHIN = 0.05
@@ -125,20 +124,6 @@ def _config() -> RunConfig:
 
 def _held(context: StepContext) -> dict[str, int]:
     """Bytes of the memory under what a worker holds."""
-    made = context.exchange
     gc.collect()
-    state = (value for entries in made.optimizer.state.values() for value in entries.values())
-    gradients = [shard.tensor for shard in made.gradient_shards()]
-    parameters = _bytes(context.model.parameters())
-    if made.one_copy:  # of the host: a worker's share of it
-        parameters = round(parameters / context.world.hosts.count(context.world.hosts[context.world.rank]))
-    return {
-        "parameters": parameters,
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes(value for value in state if isinstance(value, torch.Tensor)),
-    }
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    gradients = bytes_under(shard.tensor for shard in context.exchange.gradient_shards())
+    return {**dict.fromkeys(KINDS, 0), **memory_by_kind(context), "gradients": gradients}

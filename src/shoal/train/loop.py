@@ -30,6 +30,7 @@ from shoal.train.technique.journal import Header, Journal
 from shoal.train.technique.learning_rate import MakeScheduler, rates
 from shoal.train.technique.schedule import Schedule
 from shoal.train.technique.stop_request import YIELD, StopRequest
+from shoal.train.watch.memory import MemoryNote
 from shoal.train.watch.watch import Watch
 from shoal.types import StepReport
 from shoal.world.failure import YIELD_CODE
@@ -198,9 +199,14 @@ class Loop:
             self.watch.after(report, journal)
         if self.foresight is not None and (off := self.foresight.after(report)):
             journal.say(off)
+        self._memory.after(report, journal)
         if change is not None:
             journal.change(str(change), change.facts())
         journal.servers(context.exchange.servers)
+
+    @cached_property
+    def _memory(self) -> MemoryNote:
+        return MemoryNote(self.context, self.foresight.kinds if self.foresight is not None else {})
 
     @cached_property
     def _profiler(self) -> StepProfile | None:

@@ -37,7 +37,12 @@ def show_review(path: Path) -> None:
     for event in [*read_events(file), Event(event="start")]:
         if event.get("event") == "start":
             if start is not None and "predicted_seconds" in start and len(steps) > _WARM:
-                rows.append(_row(start, steps[_WARM:]))
+                try:
+                    rows.append(_row(start, steps[_WARM:]))
+                except (KeyError, ValueError, TypeError, ZeroDivisionError):
+                    raise ConfigError(
+                        f"{file} has a start or a step without the numbers that Shoal writes; is it damaged?"
+                    ) from None
                 families.append(family_of(parse_strategy(str(start["strategy"]))))
             start, steps = {**event}, []
         elif "step" in event:

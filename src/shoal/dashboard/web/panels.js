@@ -58,7 +58,7 @@ function showMemory(panel, found, states) {
   const content = [el("div", { class: "bars" }, bars), legend([["resident now", "var(--forward)"], ["peak", "var(--other)"]])];
   if (kinds.length) {
     const cell = (side, kind) => el("td", { class: "n" }, side && finite(side[kind]) ? bytes(side[kind]) : "–");
-    content.push(el("table", {}, el("tr", {}, el("th", {}, "kind, each worker"), el("th", { class: "n" }, "predicted"), el("th", { class: "n" }, "measured")),
+    content.push(el("table", {}, el("tr", {}, el("th", {}, "kind, of the first rank"), el("th", { class: "n" }, "predicted"), el("th", { class: "n" }, "measured")),
       kinds.map((kind) => el("tr", {}, el("td", {}, kind), cell(found.predicted, kind), cell(found.measured, kind)))));
   }
   panel.set(content);

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from shoal.plan.cache import keep, machine_key, recall
 from shoal.plan.explain import explain
 from shoal.plan.machine import Machine
@@ -15,10 +17,11 @@ from shoal.plan.picture import draw_plans, draw_sweep
 from shoal.plan.predict import Prediction, Predictor, Setting
 from shoal.plan.residuals import residuals_of
 from shoal.plan.search import Found, Wanted, search
-from shoal.plan.show import memory_lines, show, span, to_json
+from shoal.plan.show import memory_lines, show, size, span, to_json
 from shoal.plan.sweep import Point, show_sweep, sweep
 from shoal.train.planning.answer_cluster import answer_cluster
 from shoal.train.planning.calibrate_worker import TABLES, key_of
+from shoal.train.planning.other_work import OtherWork, said
 from shoal.train.planning.profile_work import Effort, profile_work
 from shoal.train.planning.request import Request
 from shoal.train.run_config import RunConfig
@@ -38,7 +41,9 @@ def answer_plan(config: RunConfig, launch: Launch) -> None:
     world = World.open(replace(launch, dry_run=""))
     free = free_memory()
     machine = machine_of(world.size)
+    looking = OtherWork()
     work = profile_work(config, world, request.workers, machine, Effort(request.seconds))
+    others = looking.cores(world)
     if world.rank == 0:
         setting = Setting(request.workers, config.global_batch, config.accumulate, request.hosts, request.net)
         predictor = Predictor(work, machine, setting, residuals_of(machine_key()))
@@ -47,7 +52,7 @@ def answer_plan(config: RunConfig, launch: Launch) -> None:
         found = search(predictor, wanted)
         keep_predictions(work.key, found.plans)
         points = sweep(predictor, request.sweep, wanted) if request.sweep else []
-        _print(request, predictor, found, points)
+        _print(request, predictor, found, points, others)
     world.barrier()
 
 
@@ -59,21 +64,26 @@ def machine_of(workers: int) -> Machine:
 def keep_predictions(model: str, plans: Sequence[Prediction]) -> None:
     """Keep what was predicted, so that runs of this model can be compared with it."""
     if plans:
-        kept = {str(one.plan): [one.seconds.middle, one.total, one.accumulate] for one in reversed(plans)}
+        kept = {
+            str(one.plan): [one.seconds.middle, one.total, one.accumulate, dict(one.memory)]
+            for one in reversed(plans)
+        }
         keep(PREDICTIONS, f"{machine_key()}-{model}-{plans[0].workers}", {"plans": kept})
 
 
-def _print(request: Request, predictor: Predictor, found: Found, points: list[Point]) -> None:
+def _print(request: Request, predictor: Predictor, found: Found, points: list[Point], others: float) -> None:
     if request.as_json:
         body = {
             "plans": [to_json(one) for one in found.plans],
             "too_large": [to_json(one) for one in found.too_large],
             "refused": dict(found.refused),
             "sweep": [point.to_json() for point in points],
+            "other_work": others,
         }
         print(json.dumps(body))
     else:
-        print("\n".join(_lines(request, predictor, found)))
+        notes = [predictor.work.note, said(others, psutil.cpu_count() or 1)]
+        print("\n".join(_lines(request, predictor, found, notes)))
         if points:
             print(f"\n{show_sweep(points)}")
     if request.plot and (found.plans or points):
@@ -82,11 +92,11 @@ def _print(request: Request, predictor: Predictor, found: Found, points: list[Po
         print(f"shoal: drew {path}", file=sys.stderr)
 
 
-def _lines(request: Request, predictor: Predictor, found: Found) -> list[str]:
+def _lines(request: Request, predictor: Predictor, found: Found, notes: Sequence[str]) -> list[str]:
     work, setting = predictor.work, predictor.setting
     where = f"{setting.workers} workers" + (f" on {setting.hosts} hosts" if setting.hosts > 1 else "")
-    lines = [f"{where}, global batch {setting.global_batch}, {work.parameters / 1e6:.1f} MB of parameters"]
-    lines += [f"note: {work.note}"] if work.note else []
+    lines = [f"{where}, global batch {setting.global_batch}, {size(work.parameters)} of parameters"]
+    lines += [f"note: {note}" for note in notes if note]
     lines += ["", show(found, request.everything)]
     if found.plans:
         best: Prediction = found.plans[0]

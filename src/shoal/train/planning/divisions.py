@@ -47,7 +47,7 @@ def divide_all(config: RunConfig, model: nn.Module, whole: ModelProfile, workers
     """Every way to divide the model among so many workers, by tensor degree, workers of a pipeline and their stages."""
     made = Divisions()
     end = time.process_time() + SECONDS
-    for degree in _ways(workers):
+    for degree in ways_to_divide(workers):
         text = text_of(degree)
         if time.process_time() > end:
             made.refused[degree] = (
@@ -63,7 +63,12 @@ def divide_all(config: RunConfig, model: nn.Module, whole: ModelProfile, workers
     return made
 
 
-def _ways(workers: int) -> Iterator[Degrees]:
+def ways_to_divide(workers: int) -> Iterator[Degrees]:
+    """By tensor degree, workers of a pipeline and stages of each.
+
+    >>> list(ways_to_divide(2))
+    [(1, 2, 1), (2, 1, 1), (1, 2, 2)]
+    """
     ways = [way for way in degrees(workers) if way != (1, 1)]
     yield from ((tensor, stages, 1) for tensor, stages in ways)
     yield from ((tensor, stages, 2) for tensor, stages in ways if stages > 1)

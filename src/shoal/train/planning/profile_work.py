@@ -17,14 +17,14 @@ from shoal.plan.check import check_text
 from shoal.plan.cost import plan_cost
 from shoal.plan.interval import ZERO, Interval
 from shoal.plan.machine import Machine
-from shoal.plan.search import written_alone
+from shoal.plan.search import COMPRESSORS, written_alone
 from shoal.plan.work import Pass, Work
 from shoal.train.build import make_feed, make_trial
 from shoal.train.model.make import make_model
 from shoal.train.model.profile import profile_model
 from shoal.train.own_step.check import check_strategy
 from shoal.train.own_step.models import make_models
-from shoal.train.planning.divisions import Divisions, divide_all, tables_in, text_of
+from shoal.train.planning.divisions import Divisions, divide_all, tables_in, text_of, ways_to_divide
 from shoal.train.planning.rehearsal import allocated, pass_alone, rehearse, resident
 from shoal.train.planning.trace import CannotTrace, Traced, trace
 from shoal.train.planning.try_plan import try_plan
@@ -87,6 +87,7 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
             key=key_of(config, _shapes(whole)),
             base=base,
             exchanges=_refused(config),
+            compression=_compression(config),
         )
     # First of all: what imports and traces leave behind would count as what a pass takes.
     seen = rehearse(config, sizes, effort.seconds, base + model_bytes, world)
@@ -110,6 +111,7 @@ def profile_work(config: RunConfig, world: World, workers: int, machine: Machine
         divisions=divisions.found,
         refused=divisions.refused,
         exchanges=_refused(config),
+        compression=_compression(config),
         base=base,
         neighbours=world.size,
         alone=alone,
@@ -153,8 +155,13 @@ def whole_profile(config: RunConfig) -> ModelProfile:
 
 
 def _divisions(config: RunConfig, whole: ModelProfile, workers: int) -> Divisions:
-    if config.step is not None or config.batchnorm == "sync" or config.compile:
-        return Divisions()
+    why = ""
+    if config.step is not None:
+        why = "a step of your own needs whole models; leave tpN and ppN out."
+    elif config.batchnorm == "sync" or config.compile:
+        why = "with batchnorm='sync' or compile=True no way to divide the model is tried."
+    if why:
+        return Divisions(refused=dict.fromkeys(ways_to_divide(workers), why))
     chosen = precision.TABLE.look_up(config.precision)
     model, _ = make_model(config.model, config.seed, chosen.model, deferred=False)
     feed = make_feed(config, check_text("ddp", 1), Mesh.open(World.alone()))
@@ -200,6 +207,16 @@ def _counted(traced: Traced, whole: ModelProfile, machine: Machine, sizes: list[
     update = Interval.exact(6 * held / max(rate, 1e9)).widened(_RATE)
     del sizes
     return Work("", [one], update, ZERO, whole, traced=True, note="counted, not run: it would not fit here")
+
+
+def _compression(config: RunConfig) -> str:
+    """Why nothing can be compressed, if so."""
+    if config.step is not None:
+        try:
+            check_strategy(check_text(f"ddp + {COMPRESSORS[0]}", 1))
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def _refused(config: RunConfig) -> dict[str, str]:

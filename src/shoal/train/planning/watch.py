@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class Foresight:
     plan: Plan
     seconds: float
     memory: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """The memory by kind."""
     _seen: list[float] = field(default_factory=list)
     _done: bool = False
 
@@ -37,9 +40,10 @@ class Foresight:
         found: Any = plans.get(str(plan)) if isinstance(plans, dict) else None
         try:
             seconds, memory, cut = float(found[0]), int(found[1]), int(found[2])
+            kinds = {str(kind)[:40]: int(nbytes) for kind, nbytes in dict(found[3]).items()}
         except (TypeError, ValueError, IndexError):
             return None
-        return Foresight(plan, seconds, memory) if seconds > 0 and cut == accumulate else None
+        return Foresight(plan, seconds, memory, kinds) if seconds > 0 and cut == accumulate else None
 
     def header(self) -> dict[str, float | int]:
         """For the first line of a log."""
