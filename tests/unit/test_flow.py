@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+import shoal
 from shoal.data import flow
 from shoal.data.flow import Fitted, _, map_reduce
 from shoal.data.flow.sessions import Session
@@ -254,3 +256,36 @@ def test_csv_and_json_lines(data: Session, tmp_path: Path) -> None:
         data.read(tmp_path / "a.jsonl").filter(_.id == 2), "id", how="outer"
     )
     assert left.order("id").head()[0] == {"id": 1, "name": "ann", "score": None}
+
+
+def test_a_checkpoint_keeps_the_features_it_was_trained_on(
+    data: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(folder: str, numbers: list[float]) -> None:
+        rows = data.rows(pa.table({"x": numbers}))
+        fitted = flow.fit(rows, {"z": flow.standardise("x")})
+        store = fitted.transform(rows).select("z").write(tmp_path / folder)
+        run = shoal.Run(
+            model=lambda: torch.nn.Linear(1, 1),
+            loss=lambda output, _: (output.sum(), len(output)),
+            inputs=lambda batch: batch["z"].float()[:, None],
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=store,
+            global_batch=2,
+            strategy="solo",
+            checkpoint=str(tmp_path / "runs"),
+            checkpoint_every=2,
+            progress=False,
+        )
+        assert list(run.steps("2ep")) or folder == "again"
+
+    train("first", [1.0, 2.0, 3.0, 6.0])
+    fitted = Fitted.of_checkpoint(tmp_path / "runs" / "step-4")
+    assert fitted.row({"x": 3.0})["z"] == 0.0
+    assert "was fitted in another way" not in capsys.readouterr().err
+    train("again", [1.0, 2.0, 3.0, 8.0])
+    assert (
+        "feature 'z' of data= was fitted in another way than what the checkpoint" in capsys.readouterr().err
+    )
+    with pytest.raises(ConfigError, match="is no manifest of a checkpoint"):
+        Fitted.of_checkpoint(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -43,6 +43,11 @@ class BatchSource(ABC):
     @abstractmethod
     def whole_batches(self) -> bool:
         """Whether `batch` gives what samples one by one would: nothing of the user's has to see each of them."""
+
+    @property
+    def features(self) -> Mapping[str, Any]:
+        """Fitted features in it, by name: checkpoints keep them beside what was trained on them."""
+        return {}
 
     @property
     @abstractmethod

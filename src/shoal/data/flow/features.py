@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -16,6 +17,7 @@ from shoal.data.flow.engine import Engine, Table, Value, need_ibis
 from shoal.data.flow.errors import expressions, running
 from shoal.data.flow.flow import Flow
 from shoal.errors import ConfigError
+from shoal.sealed import read_file, unseal
 from shoal.table import Table as Names
 
 State = Mapping[str, Any]
@@ -73,6 +75,18 @@ class Fitted:
     @staticmethod
     def load(states: Mapping[str, State]) -> Fitted:
         """From the features of a store's manifest."""
+        return Fitted(states)
+
+    @staticmethod
+    def of_checkpoint(folder: str | Path) -> Fitted:
+        """Those of the data that a checkpoint was trained on."""
+        path = Path(folder) / "manifest.json"
+        try:
+            states = unseal(read_file(path))["state"].get("features", {})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no manifest of a checkpoint ({error}).") from error
+        if not states:
+            raise ConfigError(f"{folder} was trained on data without fitted features.")
         return Fitted(states)
 
     def transform(self, flow: Flow) -> Flow:

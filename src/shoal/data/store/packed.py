@@ -10,6 +10,7 @@ Every sample says which token belongs to which sequence (`segments`, from 0; -1 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,11 @@ class PackedTokens(BatchSource):
     def whole_batches(self) -> bool:
         """Nothing of the user's sees single samples."""
         return True
+
+    @property
+    def features(self) -> Mapping[str, Any]:
+        """Of the store."""
+        return self._store.features
 
     @property
     def key_names(self) -> tuple[str, ...]:

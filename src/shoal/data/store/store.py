@@ -203,6 +203,11 @@ class Store(BatchSource):
         return self._columns[name]
 
     @property
+    def features(self) -> Mapping[str, Any]:
+        """Fitted features in it, by name."""
+        return self.manifest.features
+
+    @property
     def place(self) -> Place:
         """Where it lies."""
         return self._place

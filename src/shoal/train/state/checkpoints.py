@@ -38,7 +38,7 @@ from shoal.train.state.checkpoint_config import PEER, CheckpointConfig
 from shoal.train.state.progress import Progress
 from shoal.train.state.run_state import Holdings, check_types, collect, collect_rows, expected_bytes, holders
 from shoal.train.state.snapshots import Snapshots
-from shoal.train.state.take_over import sorted_by, take_over
+from shoal.train.state.take_over import features_of, sorted_by, take_over
 from shoal.train.step_context import StepContext
 from shoal.train.technique.early_stop import Best
 from shoal.train.technique.learning_rate import rates
@@ -388,6 +388,7 @@ class Checkpoints:
             "cursor": context.loader.cursor(progress.step).to_state(),
             "streams": {"seed": context.streams.seed, "by_module": context.streams.by_module},
             "sorted_by": sorted_by(context),
+            **({"features": dict(found)} if (found := features_of(context)) else {}),
             "speeds": context.balancing.speeds,
             "replicas": context.mesh.data.size,
             "workers": context.world.size,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from shoal.checkpoint.load import Reader
+from shoal.data.source import BatchSource
 from shoal.errors import ConfigError
 from shoal.train.state.progress import Progress
 from shoal.train.state.run_state import restore, restore_optimizer, restore_owned, restore_rows
@@ -65,6 +68,7 @@ def take_over(context: StepContext, reader: Reader) -> Progress:
     if state.get("rates"):
         set_rates(context.exchange.optimizer, state["rates"])
         sentences.append("learning rates are those that were set by run.optimizer")
+    sentences += _other_features(state.get("features"), features_of(context))
     sentences += context.recipes.go_on(state.get("recipes", {}))
     for sentence in sentences if context.savers.rank == 0 else ():
         print(f"shoal: going on from {reader.folder}; {sentence}.", file=sys.stderr)
@@ -90,6 +94,25 @@ def _check_state(reader: Reader) -> None:
                 f"{reader.folder} {found} '{key}' of its state, so no run can go on from it; "
                 "move it out of the folder, or choose another checkpoint folder."
             )
+
+
+def features_of(context: StepContext) -> Mapping[str, Any]:
+    """The fitted features of the data, if they have any."""
+    data = context.loader.feed.data
+    return data.features if isinstance(data, BatchSource) else {}
+
+
+def _other_features(before: object, now: Mapping[str, Any]) -> list[str]:
+    """What a model that was trained on some numbers should not meet in silence."""
+    if not isinstance(before, Mapping):
+        return []
+    names = [name for name in before if dict(before)[name] != now.get(name)]
+    if not names:
+        return []
+    return [
+        f"feature '{names[0]}' of data= was fitted in another way than what the checkpoint was trained on"
+        + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+    ]
 
 
 def sorted_by(context: StepContext) -> str:
