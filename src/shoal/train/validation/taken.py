@@ -89,6 +89,7 @@ class TakenCheckpoints:
                     continue
                 yield path
                 shutil.rmtree(path, ignore_errors=True)
+                os.unlink(f"{path}.lock")  # who waits for it looks for the folder afterwards
                 return
             finally:
                 os.close(lock)
