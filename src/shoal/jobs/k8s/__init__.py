@@ -1,0 +1,1 @@
+"""Kubernetes: from a job to a Job, JobSet or TrainJob, and `kubectl`."""
