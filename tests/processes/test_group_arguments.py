@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError, PrefixStore, ReduceOp
 
 from shoal.testing.spawn import spawn
-from shoal.world.shm.backend import SharedMemoryGroup
+from shoal.world.shm.backend import SharedMemoryGroup, create_group
 from shoal.world.world import TIMEOUT, World
 
 Call = Callable[[SharedMemoryGroup], Any]
@@ -144,3 +146,24 @@ def _asynchronous(world: World) -> None:
 
 def test_a_thread_ends_what_was_begun_in_inference_mode() -> None:
     spawn(_asynchronous, 2)
+
+
+def _made_again(world: World) -> list[str]:
+    assert world.store is not None
+    store = PrefixStore("again", world.store)
+    kinds = []
+    for turn in range(3):
+        if world.rank == 0:
+            time.sleep(0.2)  # the others would read what it wrote in the turn before
+        group = create_group(store, world.rank, world.size, timedelta(seconds=10))
+        tensor = torch.full((3,), turn + world.rank)
+        group.allreduce([tensor]).wait()
+        assert tensor.eq(2 * turn + 1).all()
+        kinds.append(type(group).__name__)
+        group.shutdown()
+    return kinds
+
+
+@pytest.mark.parametrize(("hosts", "kind"), [(None, "SharedMemoryGroup"), (["a", "b"], "ProcessGroupGloo")])
+def test_a_group_can_be_left_and_made_again_on_the_same_store(hosts: list[str] | None, kind: str) -> None:
+    assert spawn(_made_again, 2, hosts=hosts) == [[kind] * 3] * 2

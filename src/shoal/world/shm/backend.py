@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp, Work
 
-from shoal.torch_private import Store, admit, c10d, profiler_enabled, untraced
+from shoal.torch_private import PrefixStore, Store, admit, c10d, profiler_enabled, untraced
 from shoal.world.gloo import FromAnySource, Pairs, gloo_backend
 from shoal.world.launch import from_environment
 from shoal.world.rendezvous import in_attempt
@@ -401,6 +401,9 @@ def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proc
     """Shared memory if every rank is on this host and it can be had, else gloo; all ranks decide alike."""
     launch = from_environment()
     store = in_attempt(launch, store)
+    # Who leaves a group and makes it anew, as notebooks and tests do, finds the store as the first one left it. All
+    # ranks have made it equally often.
+    store = PrefixStore(f"made{store.add(f'made by {rank}', 1)}", store)
     mine = host_key(launch.host) if supported() else f"rank {rank} on a CPU we cannot use"
     store.set(f"host{rank}", mine)
     if all(store.get(f"host{peer}").decode() == mine for peer in range(size)):
