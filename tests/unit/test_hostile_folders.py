@@ -107,6 +107,16 @@ def test_a_state_that_no_run_has_written_is_one_sentence(root: Path) -> None:
             run(root)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("replicas", None), ("numbers", [True]), ("streams", []), ("early_stop", "x"), ("best", 3)],
+)
+def test_what_else_a_state_may_have_is_looked_at_too(root: Path, key: str, value: object) -> None:
+    rewrite(root, 3, lambda body: {**body, "state": {**body["state"], key: value}})
+    with pytest.raises(ConfigError, match=f"'{key}' of its state, so no run can go on from it"):
+        resumed(root)
+
+
 @pytest.mark.parametrize("name", [f"step-3/{FILE}", f"step-3/{SHARD}"])
 def test_a_fifo_holds_nobody_up(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     pipe(root / name)

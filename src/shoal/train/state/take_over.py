@@ -24,6 +24,17 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "cursor": (dict, type(None)),
 }
 """What the state of every checkpoint has, and of which kinds."""
+_MORE: dict[str, tuple[type, ...]] = {
+    "streams": (dict,),
+    "replicas": (int,),
+    "holders": (int,),
+    "numbers": (list,),
+    "rates": (list, type(None)),
+    "recipes": (dict,),
+    "early_stop": (dict, type(None)),
+    "best": (dict, type(None)),
+}
+"""What checkpoints that a run has written have beside that; one that was imported may lack it."""
 
 
 def take_over(context: StepContext, reader: Reader) -> Progress:
@@ -87,8 +98,12 @@ def _check_optimizer(context: StepContext, reader: Reader) -> None:
 def _check_state(reader: Reader) -> None:
     """Refuse a state that no run has written."""
     state = reader.manifest.state
-    for key, kinds in _KINDS.items():
-        if key not in state or not isinstance(state[key], kinds):
+    needed = _KINDS | {key: kinds for key, kinds in _MORE.items() if key in state}
+    for key, kinds in needed.items():
+        right = key in state and isinstance(state[key], kinds)
+        if key == "numbers" and right:
+            right = all(isinstance(own, dict) for own in state[key])
+        if not right:
             found = f"has {state[key]!r:.60} as" if key in state else "lacks"
             raise ConfigError(
                 f"{reader.folder} {found} '{key}' of its state, so no run can go on from it; "
