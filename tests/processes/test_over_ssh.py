@@ -112,6 +112,7 @@ def workers_of(folder: Path) -> list[psutil.Process]:
 
 
 @real
+@pytest.mark.all_only
 def test_two_hosts_train_together_and_their_lines_carry_their_names(
     hosts: dict[str, str], tmp_path: Path
 ) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+import commands
 import psutil
 import pytest
-from commands import SOURCE
+from commands import SOURCE, Done
 
 from shoal.errors import ConfigError
 from shoal.jobs import accept
@@ -113,6 +113,7 @@ def test_jobs_wait_for_room_and_for_each_other_make_way_and_go_on(engine: Local)
     wait_for(lambda: state(engine, first) == "cancelled")
 
 
+@pytest.mark.all_only
 def test_a_failed_job_starts_again_as_often_as_asked_and_what_waits_for_it_falls(engine: Local) -> None:
     bad = engine.submit(spec(engine, "0", "3", retries=1))
     after = engine.submit(spec(engine, "0", after=(bad,)))
@@ -144,7 +145,7 @@ def kill_some(engine: Local, draw: random.Random) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.all_only)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.all_only)])
 def test_no_kill_loses_or_doubles_a_job(engine: Local, kills: int) -> None:
     """Jobs whose worker is killed fail and have a retry for each; the others need none."""
     draw = random.Random(kills)
@@ -197,20 +198,22 @@ def test_what_cannot_run_is_refused_before_it_is_submitted(engine: Local) -> Non
 def test_the_command_line(engine: Local) -> None:
     where = ["--queue", str(engine.folder)]
 
-    def shoal(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shoal", *words, *where]
-        return subprocess.run(command, cwd=engine.folder.parent, capture_output=True, text=True, check=False)
+    def shoal(*words: str) -> Done:
+        return commands.shoal(engine.folder.parent, *words, *where)
 
     said = shoal("submit", "train.py", "0", "--workers", "1", "--time", "2moons")
-    assert (said.returncode, said.stderr) == (
+    assert (said.code, said.err) == (
         2,
         "shoal: --time 2moons is no time; write it like 2h, 90min, 1h30m or 1:30:00.\n",
     )
     dry = shoal("submit", "train.py", "0", "--workers", "1", "--dry-run")
-    assert "-m shoal run --workers 1 train.py 0" in dry.stdout
-    assert shoal("jobs").stdout.startswith("no jobs")
-    assert "job 1 is in the queue" in shoal("submit", "train.py", "0", "--workers", "1").stdout
-    assert shoal("logs", "1", "-f").stdout == "begins 1\nends 1\n"
+    assert "-m shoal run --workers 1 train.py 0" in dry.out
+    assert "reservation class: from" in shoal("reserve", "class", "--cores", "3", "--time", "1h").out
+    assert "asks for more than will be free then" in shoal("reserve", "other", "--cores", "2").err
+    assert "--from noon is no moment" in shoal("reserve", "other", "--cores", "1", "--from", "noon").err
+    assert shoal("jobs").out.startswith("no jobs")
+    assert "job 1 is in the queue" in shoal("submit", "train.py", "0", "--workers", "1").out
+    assert shoal("logs", "1", "-f").out == "begins 1\nends 1\n"
     wait_for(lambda: state(engine, "1") == "done")
-    assert "train  done" in shoal("jobs").stdout
-    assert "is done; there is nothing to cancel" in shoal("cancel", "1").stderr
+    assert "train  done" in shoal("jobs").out
+    assert "is done; there is nothing to cancel" in shoal("cancel", "1").err

@@ -20,6 +20,9 @@ from shoal.jobs import TABLE, accept
 from shoal.jobs.job import JobSpec
 from shoal.jobs.slurm.engine import Slurm
 from shoal.jobs.slurm.script import batch_script
+from shoal.jobs.sweep.drive import Sweep, run_sweep
+from shoal.jobs.sweep.grid import parse_axis, trials_of
+from shoal.jobs.sweep.state import read_state
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 missing = [program for program in NEEDED if shutil.which(program) is None]
@@ -175,7 +178,7 @@ def test_jobs_on_a_real_cluster(nodes: Path, tmp_path: Path) -> None:
     assert losses(lost) == wanted
 
     way = folder_of(tmp_path, "way")
-    job = submit(spec(way, "0.5", most=6, least=6, hosts=3))
+    job = submit(spec(way, "0.5", most=4, least=4, hosts=2))
     wait_for(lambda: steps(way) >= 3)
     quick = submit(
         spec(folder_of(tmp_path, "quick"), "0", most=4, least=4, hosts=2, engine=("partition=high",))
@@ -183,7 +186,7 @@ def test_jobs_on_a_real_cluster(nodes: Path, tmp_path: Path) -> None:
     wait_for(lambda: state(quick) == "done")
     wait_for(lambda: state(job) == "done", 200)
     assert "; saved " in "".join(Slurm().logs(job, follow=False))
-    assert len(losses(way)) == 12
+    assert losses(way) == wanted
 
 
 @real
@@ -201,3 +204,18 @@ def test_slurm_refuses_in_one_sentence(tmp_path: Path) -> None:
             accept(Slurm(), "slurm", spec(folder, **more))
     with pytest.raises(ConfigError, match="Slurm knows no job '999999' any more"):
         Slurm().cancel("999999")
+
+
+@real
+@pytest.mark.all_only
+@pytest.mark.usefixtures("nodes")
+def test_a_sweep_is_an_array_job_a_round(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "sweep")
+    trials = trials_of([parse_axis("seed=0..1")])
+    asked = spec(folder, "0", "4")
+    sweep = Sweep(asked, trials, folder / "trials", frozenset({"seed"}), at_once=2, steps=4, halving=2)
+    outcome = run_sweep(sweep, Slurm(), read_state(sweep.folder, ["sweep"]), print)
+    assert [outcome.reached[name].steps for name in outcome.best("min")] == [4, 2]
+    assert set(outcome.states.values()) == {"done"}
+    state = read_state(sweep.folder, ["sweep"])
+    assert sorted(jobs[0].partition("_")[2] for jobs in state.jobs.values()) == ["0", "1"]

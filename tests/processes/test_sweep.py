@@ -17,6 +17,7 @@ from shoal.errors import ConfigError
 from shoal.jobs.engine import Engine, JobState
 from shoal.jobs.job import JobSpec
 from shoal.jobs.local import lock, scheduler
+from shoal.jobs.sweep import drive
 from shoal.jobs.sweep.drive import Sweep, run_sweep
 from shoal.jobs.sweep.grid import parse_axis, trials_of
 from shoal.jobs.sweep.results import read_reached
@@ -53,6 +54,12 @@ def test_values_are_lists_and_ranges_and_brackets_hold_commas_together() -> None
             parse_axis(text)
     with pytest.raises(ConfigError, match="names a twice"):
         trials_of([parse_axis("a=1"), parse_axis("a=2")])
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs on paper are done when they are handed over."""
+    monkeypatch.setattr(drive, "POLL_SECONDS", 0.0)
 
 
 class Paper(Engine):
@@ -116,6 +123,7 @@ def test_a_metric_that_nobody_logs_ends_the_sweep_in_a_sentence(tmp_path: Path) 
         run_sweep(sweep_of(tmp_path, metric="accuracy"), Paper(), SweepState([]), print)
 
 
+@pytest.mark.all_only
 def test_a_sweep_on_the_local_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
     (tmp_path / "train.py").write_text(TRAIN)
