@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -154,3 +155,15 @@ def test_wrong_schedules_get_a_sentence() -> None:
         make_scheduler("exponential", made, 1)
     with pytest.raises(ConfigError, match="schedule= returned SGD; give a name"):
         make_scheduler(lambda o: o, made, 1)  # type: ignore[arg-type, return-value]
+
+
+def test_no_warning_where_the_servers_step_the_optimizer() -> None:
+    """A worker of ps never calls optimizer.step, and torch would warn of it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler("constant", optimizer, None)
+    assert scheduler is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advance(scheduler, 0.0)
+        advance(scheduler, 0.0)
+    assert scheduler.last_epoch == 2

@@ -14,7 +14,7 @@ from shoal.report.events import Event
 EVERYTHING = 1 << 50
 MOST_POINTS = 4000
 MOST_TEXT = 500
-MOST_STEPS_OF_NOISE = 5
+MOST_STEPS_OF_NOISE = 10
 """A rank is slow if it is so for more than half of so many columns in a row."""
 _SAID = ("why", "error", "text", "how", "what", "name")
 """Fields of an event that say what happened: they need no name before them."""

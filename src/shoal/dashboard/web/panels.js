@@ -45,7 +45,8 @@ function showSplit(panel, found) {
 
 function showMemory(panel, found, states) {
   const now = new Map(states.map((state) => [state.rank, state.memory])), peaks = found.rows.filter((row) => finite(row.peak));
-  const kinds = [...new Set([...Object.keys(found.predicted || {}), ...Object.keys(found.measured || {})])];
+  const kinds = [...new Set([...Object.keys(found.predicted || {}), ...Object.keys(found.measured || {})])]
+    .filter((kind) => (found.predicted || {})[kind] || (found.measured || {})[kind]);
   if (!peaks.length && !kinds.length) return panel.hide();
   const longest = Math.max(1, found.foreseen || 0, ...peaks.map((row) => row.peak));
   const bars = peaks.flatMap((row) => {
@@ -135,9 +136,9 @@ function when(time) {
 function showEvents(panel, open) {
   const shown = view.marks.slice().reverse().slice(0, 300), several = view.runs.length > 1;
   if (!shown.length) return panel.hide();
-  panel.set(el("table", {}, el("tr", {}, el("th", { class: "n" }, "after step"), el("th", { class: "s" }, "when"), several ? el("th", { class: "s" }, "run") : null, el("th", {}, "what")),
+  panel.set(el("table", {}, el("tr", {}, el("th", { class: "n" }, "after step"), el("th", { class: "s phone-less" }, "when"), several ? el("th", { class: "s" }, "run") : null, el("th", {}, "what")),
     shown.map((mark) => el("tr", { class: "link", tabindex: "0", onclick: () => open(mark.after), onkeydown: (event) => { if (event.key === "Enter") open(mark.after); } },
-      el("td", { class: "n" }, mark.after.toLocaleString("en")), el("td", { class: "time" }, finite(mark.time) ? when(mark.time) : "–"),
+      el("td", { class: "n" }, mark.after.toLocaleString("en")), el("td", { class: "time phone-less" }, finite(mark.time) ? when(mark.time) : "–"),
       several ? el("td", { class: "s" }, el("i", { class: "swatch", style: { display: "inline-block", marginRight: "6px", background: lineColour(mark.run) } }), view.runs[mark.run].name) : null,
       el("td", {}, el("i", { class: "swatch", style: { display: "inline-block", marginRight: "6px", background: `var(${MARKS[mark.kind] || "--soft"})` } }), mark.text)))));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +53,11 @@ def answer_plan(config: RunConfig, launch: Launch) -> None:
         found = search(predictor, wanted)
         keep_predictions(work.key, found.plans)
         points = sweep(predictor, request.sweep, wanted) if request.sweep else []
-        _print(request, predictor, found, points, others)
+        try:
+            _print(request, predictor, found, points, others)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     world.barrier()
 
 

@@ -68,5 +68,5 @@ class Foresight:
         return f"steps take {span(measured)} and {span(self.seconds)} were predicted ({off:+.0%}); " + (
             "that is learned, and auto(replan=true) or `shoal plan` would plan with it"
             if steady
-            else "they vary too much to learn from it: other work on this machine?"
+            else "they vary too much to learn from it, as on a machine with other work"
         )

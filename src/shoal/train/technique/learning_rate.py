@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -138,6 +139,11 @@ def advance(scheduler: LRScheduler, loss: float) -> None:
     """One training step is done."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step(loss)
+    elif getattr(scheduler, "last_epoch", 0) == 0:  # a ChainedScheduler has none
+        # torch warns where nobody has called optimizer.step before; under ps the servers did.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            scheduler.step()
     else:
         scheduler.step()
 
