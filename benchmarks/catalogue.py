@@ -25,6 +25,7 @@ BENCHMARKS = {
     "checks": "training",
     "see": "training",
     "startup": "training",
+    "recipes": "training",
     "collectives": "communication",
     "levels": "communication",
     "compress": "communication",

@@ -100,3 +100,34 @@ def test_augmented_digits_are_read_better(tmp_path: Path) -> None:
     plain, moved, mixed = [float(share) for share in re.findall(r"([\d.]+) % read", said)]
     assert min(moved, mixed) > plain + 1
     assert call(tmp_path, *SHOAL, "run", "--workers", "2", script) == said
+
+
+@pytest.mark.all_only
+def test_pruned_digits_are_read_nearly_as_well(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "pruned.py")
+    said = call(tmp_path, script)
+    zero, read = ([float(n) for n in re.findall(rf"([\d.]+) % {word}", said)] for word in ("zero", "read"))
+    assert zero == [0, 80, 80, 50]
+    assert min(read) > read[0] - 2
+    assert read[1] >= read[0] - 1
+    assert call(tmp_path, *SHOAL, "run", "--workers", "2", "--strategy", "zero2", script) == said
+
+
+@pytest.mark.all_only
+def test_adapters_read_mirrored_digits(tmp_path: Path) -> None:
+    said = call(tmp_path, str(EXAMPLES / "adapted.py"))
+    before, full, adapters = [float(n) for n in re.findall(r"([\d.]+) % of mirrored", said)]
+    assert before < full - 20
+    assert adapters >= full - 1
+    assert float(re.findall(r"\( *([\d.]+) %\)", said)[1]) <= 5
+
+
+@pytest.mark.all_only
+def test_an_old_task_is_remembered(tmp_path: Path) -> None:
+    said = call(tmp_path, str(EXAMPLES / "remembered.py"))
+    (old, _), (plain, _), (held, new) = [
+        [float(n) for n in pair] for pair in re.findall(r"([\d.]+) % of the old task read, ([\d.]+)", said)
+    ]
+    assert plain < old - 20
+    assert held >= 0.9 * old
+    assert new > 80

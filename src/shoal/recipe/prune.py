@@ -33,6 +33,7 @@ from shoal.recipe.patterns import PATTERNS, chosen_in_pattern, share_of
 from shoal.recipe.per_element import PerElement
 from shoal.recipe.select import Scored, choose
 from shoal.seeds import derive
+from shoal.torch_private import foreach_mul_
 from shoal.types import Promise
 
 KINDS = ("magnitude", "movement", "random")
@@ -166,6 +167,10 @@ class Pruning(Running):
         }
         self._mask = PerElement(view, here, torch.bool)
         self._moved = PerElement(view, here) if asked.kind == "movement" else None
+        self._kept: list[torch.Tensor] = []
+        """1 where a weight stays, in its own format: to multiply by that takes a fifth of what filling takes."""
+        self._kept_of: list[torch.Tensor] | None = None
+        """The flags that this was made from."""
         self._level = 0.0
         self._sparsity = 0.0
 
@@ -193,8 +198,12 @@ class Pruning(Running):
         self._mask.follow()
         if level > self._level:
             self._prune(level)
-        for shard, flags in zip(self._mask.shards, self._mask.values, strict=True):
-            shard.tensor.masked_fill_(flags, 0.0)
+        if self._kept_of is not self._mask.values:
+            held = zip(self._mask.shards, self._mask.values, strict=True)
+            self._kept = [(~flags).to(shard.tensor.dtype) for shard, flags in held]
+            self._kept_of = self._mask.values
+        if self._kept:
+            foreach_mul_([shard.tensor for shard in self._mask.shards], self._kept)
 
     def report(self) -> Mapping[str, float]:
         return {"sparsity": self._sparsity}
@@ -207,6 +216,7 @@ class Pruning(Running):
         return {"level": self._level, "sparsity": self._sparsity}
 
     def go_on(self, state: Mapping[str, object] | None) -> str:
+        self._kept_of = None
         self._level = 0.0 if state is None else float(str(state["level"]))
         self._sparsity = 0.0 if state is None else float(str(state["sparsity"]))
         if state is not None:
@@ -237,6 +247,7 @@ class Pruning(Running):
                 scored,
                 counted,
             )
+        self._kept_of = None
         number = torch.zeros(1, dtype=torch.int64, device="cpu")
         for flags, chosen, counts in zip(self._mask.values, gone, counted, strict=True):
             flags |= chosen.view(flags.shape)
