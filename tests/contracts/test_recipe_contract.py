@@ -6,6 +6,7 @@ is written in the middle of a schedule by any strategy goes on under any other, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,11 @@ from shoal.checkpoint.convert.export import export_file
 from shoal.checkpoint.layout.tensor_stream import Leaf
 from shoal.config import parse_strategy
 from shoal.data.source import Source
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, PeerLost, TornStep
+from shoal.exchange.contract import Tally
 from shoal.recipe.contract import REASONS, refusal
 from shoal.recipe.ewc import Ewc
+from shoal.recipe.prune import Pruning
 from shoal.testing.parity import ParityTrace, largest_difference, take_step, toy_order, trace_run
 from shoal.testing.spawn import spawn
 from shoal.testing.toys import TABLE as TOYS
@@ -248,6 +251,45 @@ def test_a_checkpoint_without_the_recipe_begins_it(
     Checkpoints(parts, "solo", CheckpointConfig(tmp_path)).resume()
     assert "it has no prune, which begins with the weights as they are now" in capsys.readouterr().err
     assert take_step(parts, 4).metrics["sparsity"] == pytest.approx(0.6, abs=1e-3)
+
+
+def test_a_step_that_is_discarded_is_in_no_score() -> None:
+    """Gradients that overflow once."""
+    text = "prune(0.5, begin=2, end=5, every=1, kind=movement)"
+    parts = build(replace(config_of("odd", "solo", text), on_nan="skip"), World.alone(), "")[1]
+    finish = parts.exchange.finish
+
+    def overflow(tally: Tally) -> Tally:
+        found = finish(tally)
+        for shard in parts.exchange.gradient_shards():
+            shard.tensor.fill_(math.inf)
+        return found
+
+    skipped = []
+    for number in range(STEPS):
+        parts.exchange.finish = overflow if number == 2 else finish  # type: ignore[method-assign]
+        skipped.append(take_step(parts, number).skipped)
+    assert skipped == [False, False, True, False, False, False]
+    scores = [extra.held.tensor for extra in parts.recipes.extras() if extra.kind == "prune-moved"]
+    assert scores
+    assert all(bool(score.isfinite().all()) for score in scores)
+
+
+def test_a_step_that_is_cut_short_among_masks_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = build(config_of("odd", "solo", RECIPES["prune"]), World.alone(), "")[1]
+    take_step(parts, 0)
+    take_step(parts, 1)
+
+    def lost(*_: object) -> None:
+        raise PeerLost("a peer is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pruning, "_prune", lost)
+        with pytest.raises(PeerLost):
+            take_step(parts, 2)
+    parts.abort()
+    with pytest.raises(TornStep, match="while recipes acted on its update"):
+        parts.reopen(World.alone(), World.alone())
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,8 @@ class Pruning(Running):
         }
         self._mask = PerElement(view, here, torch.bool)
         self._moved = PerElement(view, here) if asked.kind == "movement" else None
+        self._moves: list[torch.Tensor | None] = []
+        """What this step adds to the scores, if it counts: one that overflows is discarded."""
         self._kept: list[torch.Tensor] = []
         """1 where a weight stays, in its own format: to multiply by that takes a fifth of what filling takes."""
         self._kept_of: list[torch.Tensor] | None = None
@@ -182,16 +184,23 @@ class Pruning(Running):
         self._mask.follow()
         if self._moved is not None:
             self._moved.follow()
-            for shard, score in zip(self._moved.shards, self._moved.values, strict=True):
-                gradient = gradients.get((shard.name, shard.start))
-                if gradient is not None:
-                    score.addcmul_(shard.tensor.to(score.dtype), gradient.to(score.dtype), value=-mean)
+            self._moves = [
+                None
+                if (g := gradients.get((shard.name, shard.start))) is None
+                else (shard.tensor * g).mul_(-mean)
+                for shard in self._moved.shards
+            ]
         for shard, flags in zip(self._mask.shards, self._mask.values, strict=True):
             gradient = gradients.get((shard.name, shard.start))
             if gradient is not None and self._view.clips and self._level > 0:
                 gradient.masked_fill_(flags.view(gradient.shape), 0.0)  # what is not there is not in the norm
 
     def applied(self, step: int) -> None:
+        if self._moved is not None:
+            for score, move in zip(self._moved.values, self._moves, strict=True):
+                if move is not None:
+                    score += move
+            self._moves = [None] * len(self._moves)
         level = self._asked.level(step + 1)
         if level == 0.0:
             return

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from shoal.data.batch import Batch
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, TornStep
 from shoal.exchange.contract import ExtraState
 from shoal.optimizer import MakeOptimizer
 from shoal.recipe.averages import Averages
 from shoal.recipe.contract import Preparation, Recipe, Running, RunView
 from shoal.recipe.rates import split_groups
+from shoal.world.world import World
 
 Loss = Callable[[object, Batch], object]
 Summed = Callable[[object, Batch], tuple[torch.Tensor, float]]
@@ -36,6 +37,8 @@ class Recipes:
         """Parameters of the whole model that learn, at some time."""
         self.averages: Averages | None = None
         """Weights beside the weights."""
+        self._torn = False
+        """Whether a step was left while recipes acted on its update."""
         self._acting: dict[str, list[Running]] = {moment: [] for moment in _MOMENTS}
 
     # Before the first step
@@ -117,9 +120,19 @@ class Recipes:
     def applied(self, step: int) -> None:
         """What this worker updates is new; others see it later."""
         if self._acting["applied"]:
+            self._torn = True
             with torch.no_grad():
                 for running in self._acting["applied"]:
                     running.applied(step)
+            self._torn = False
+
+    def check_not_torn(self, world: World) -> None:
+        """After a step was cut short: refuse to go on where that was among what recipes do to an update. Collective."""
+        if self._acting["applied"] and world.gather_numbers([float(self._torn)]).any():
+            raise TornStep(
+                "the step was cut short while recipes acted on its update, on some workers or all; start from a "
+                "checkpoint."
+            )
 
     def published(self, step: int) -> None:
         """Every worker sees the new parameters."""

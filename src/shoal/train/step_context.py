@@ -109,6 +109,7 @@ class StepContext:
 
     def reopen(self, data: World, model_world: World) -> None:
         """After `abort`: go on among these members of the data axis, as many as before. Collective."""
+        self.recipes.check_not_torn(data)
         self.exchange.reopen(data, model_world)
         self.gather.reopen(data)
 
