@@ -90,7 +90,7 @@ def test_full_disks_and_cut_links(tmp_path: Path) -> None:
         pytest.skip("only root may make disks and networks")
     done = chaos(tmp_path, "--fulls", "2", "--checkpoint-every", "3", "--workers", "2")
     assert done.code == 0, done.out + done.err
-    done = chaos(tmp_path, "--cuts", "2", "--workers", "1")
+    done = chaos(tmp_path, "--cuts", "2", "--kills", "2", "--workers", "2")
     assert done.code == 0, done.out + done.err
 
 

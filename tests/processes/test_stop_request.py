@@ -57,7 +57,7 @@ def check_saved(folder: Path, done: Done) -> int:
     return step
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "local(4)"])
+@pytest.mark.parametrize("strategy", ["zero2", "local(4)", "ps"])
 def test_ctrl_c_under_the_launcher(tmp_path: Path, strategy: str) -> None:
     script = write(tmp_path, LONG)
     command = start(tmp_path, "-m", "shoal", "run", "--workers", "2", "--strategy", strategy, script)

@@ -117,9 +117,9 @@ def _check(request: Request) -> None:
         raise ConfigError(
             f"--{root[0]}s: only root may make a disk or a network; leave it out, or start as root."
         )
-    if counts.get("cut") and (counts.get("kill") or counts.get("restart")):
+    if counts.get("cut") and counts.get("restart"):
         raise ConfigError(
-            "--cuts beside --kills: a worker lost with several hosts ends the run; one of the two."
+            "--cuts beside --restarts: a launcher is not started again on two hosts; one of the two."
         )
     every = request.command.checkpoint_every
     if counts.get("full") and every == NEVER:

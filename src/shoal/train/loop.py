@@ -36,6 +36,7 @@ from shoal.types import StepReport
 from shoal.world.failure import YIELD_CODE
 from shoal.world.launch import Again
 from shoal.world.progress_page import Phase, ProgressPage
+from shoal.world.world import World
 
 Decided = tuple[object, object, object]
 
@@ -107,10 +108,13 @@ class Loop:
     def steps(self, how_long: int | str, progress: Progress) -> Iterator[StepReport]:
         """Train until `how_long` is reached, yielding a report after each step; goes on from `progress`."""
         exchange = self.context.exchange
-        # Where workers meet at servers, each may come and go alone, and what counts is there.
-        saves = self.checkpoints.saves and not exchange.uses_servers
+        world = self.context.world
+        # Where workers meet at servers, each may come and go alone, and what counts is there: the first of them
+        # finishes the step, with the parts of those that have ended, and saves it.
+        saves = self.checkpoints.saves and (world.rank == 0 or not exchange.uses_servers)
         page = self.page if self.checkpoints.keeps else None
-        stop = StopRequest(self.context.world, exchange.meeting_interval, saves, self.finishing, page)
+        together = World.alone(world.device) if exchange.uses_servers else world
+        stop = StopRequest(together, exchange.meeting_interval, saves, self.finishing, page)
         try:
             with stop:
                 yield from self._steps(Goal.of(how_long, self.context.loader), progress, stop)
