@@ -237,7 +237,10 @@ class Loop:
 
     def _enter_body(self, progress: Progress, step: int, last: bool) -> None:
         """The step is over, and its checkpoint begun if one is due: the user's loop comes next."""
-        self._boundary.due = self.context.exchange.work.saves and self.checkpoints.due(step, last)
+        due = self.checkpoints.due(step, last)
+        if due:  # a run that goes on from it does not write of the steps before it again
+            self.journal.flush()
+        self._boundary.due = self.context.exchange.work.saves and due
         self._boundary.saved = self._save(progress, step) if self._boundary.due else None
         self._boundary.step = step
         progress.answers.enter_body()
