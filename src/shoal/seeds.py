@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TypeAlias, TypeVar
 
@@ -55,6 +55,21 @@ def set_stream(seed: int, *names: str | int) -> None:
     True
     """
     continue_from(derive(seed, *names))
+
+
+@contextmanager
+def stream(seed: int, *names: str | int) -> Iterator[None]:
+    """`set_stream` for as long as this lasts; afterwards the generators go on where they stood.
+
+    >>> with stream(0, "optimizer", 7):
+    ...     first = torch.rand(3)
+    >>> with stream(0, "optimizer", 7):
+    ...     torch.equal(first, torch.rand(3))
+    True
+    """
+    with generators_kept():
+        set_stream(seed, *names)
+        yield
 
 
 def set_step_stream(seed: int, step: int, micro: int) -> None:

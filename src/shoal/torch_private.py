@@ -51,6 +51,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 # Tensor parallel runs a forward on other tensors than the module holds, as functional_call does for a whole call.
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
 
+# Hooks on the steps of all optimizers, beside those of one.
+from torch.optim import optimizer as _optimizers
+
 # Seeds by name, deferred initialisation and the trial passes of tensor and pipeline see every operation by a mode.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -79,7 +82,7 @@ __all__ = [
     "gradient_hooks_of", "has_hooks", "is_compiled", "is_traceable_wrapper_subclass", "late_hooks_of",
     "local_part", "make_subclass", "module_backward_hooks_of", "module_forward_hooks_of", "neg_view", "parameters_of",
     "prepare_schedule", "profiler_enabled", "profiler_event", "put_local_part", "reduce_scatter",
-    "reparametrize_module", "safe_softmax", "schema_of", "step_microbatches", "storage_address",
+    "reparametrize_module", "safe_softmax", "schema_of", "step_hooks_of", "step_microbatches", "storage_address",
     "storage_from_weak", "tree_leaves", "tree_map", "untraced", "unwrap_compiled", "version_of",
     "wrap_gloo",
 ]
@@ -228,6 +231,14 @@ def unwrap_compiled(
         return None
     compiled: Any = model
     return compiled._orig_mod, compiled.dynamo_ctx
+
+
+def step_hooks_of(optimizer: optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks of an optimizer before and after its step, and of a script on all optimizers' steps."""
+    own = vars(optimizer)
+    tables = [own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")]
+    tables += [_optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks]
+    return [hook for table in tables if table for hook in table.values()]
 
 
 def divides_by_scale(optimizer: optim.Optimizer) -> bool:

@@ -10,10 +10,11 @@ import sys
 
 import faces
 import torch
+import updates as updates  # its programs go into the table
 
 import shoal
 from programs import PROGRAMS, Program, Weights
-from shoal.errors import ShoalError
+from shoal.errors import PeerLost, ShoalError
 from shoal.plan.check import promise_of
 from shoal.types import Promise
 
@@ -47,6 +48,8 @@ def found(program: Program, strategy: str) -> dict[str, object]:
             if program.drive is not None:
                 program.drive(run)
         held = run.state_dict() if program.weights is None else program.weights(run)
+    except PeerLost:  # the other rank says why
+        return {}
     except ShoalError as refused:
         return {"verdict": "refused", "sentence": " ".join(str(refused).split())}
     if run.world.rank > 0:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import faces as faces  # its programs go into the table
+import updates as updates  # these too
 
 from programs import PROGRAMS
 

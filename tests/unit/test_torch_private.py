@@ -163,6 +163,21 @@ def _hooks() -> None:
     assert private.module_forward_hooks_of(layer) == [hook, hook]
 
 
+@check("step_hooks_of")
+def _step_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    assert private.step_hooks_of(optimizer) == []
+
+    def hook(*_: object) -> None:
+        pass
+
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    everywhere = torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+    assert private.step_hooks_of(optimizer) == [hook, hook, hook]
+    everywhere.remove()
+
+
 @check("COMPILED_CALL", "call_impl", "is_compiled")
 def _calls() -> None:
     module = nn.Linear(1, 1)

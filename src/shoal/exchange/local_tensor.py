@@ -26,6 +26,11 @@ def put(parameter: nn.Parameter, part: torch.Tensor) -> None:
         parameter.data = part
 
 
+def is_replaced(parameter: nn.Parameter, home: torch.Tensor) -> bool:
+    """Whether the user has given a parameter other memory than what it lives in, as `p.data = value` does."""
+    return local(parameter).data_ptr() != home.data_ptr()
+
+
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient of the part that is here."""
     gradient = parameter.grad

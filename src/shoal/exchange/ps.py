@@ -27,6 +27,7 @@ from shoal.exchange.buckets.bucket_cost import (
     held_cost,
     reductions,
 )
+from shoal.exchange.buckets.by_hand import ByHand, changed_by_hand
 from shoal.exchange.buckets.norms import sum_of_squares
 from shoal.exchange.contract import JoinState, StepView, Tally, check_members
 from shoal.exchange.embeddings.back_ends import ToServers
@@ -57,6 +58,7 @@ from shoal.world.mesh import Mesh
 from shoal.world.world import Handle, World
 
 _LEDGER_BYTES = 4096
+_ELSEWHERE = "servers hold the parameters, and what a worker changes is lost; use ddp"
 _CPU = torch.device("cpu")
 
 
@@ -88,6 +90,7 @@ class Ps(ServedState):
         self._mine = Tally(0.0, 0.0)
         self._tier = Tier(setup.peers or setup.world, options.tier == "host")
         super().__init__(setup, BucketOptions(options.bucket_mb))
+        self._by_hand = ByHand(self.trained, _ELSEWHERE)
         self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
         self._description = describe(self.given)
         self.each = self.each and self._tier.local.size == 1  # a unit sums all its micro-batches first
@@ -181,6 +184,7 @@ class Ps(ServedState):
         self._tier.lead(lambda: self._start(step, to_plain(state)))
         # The servers keep it from now on; `prepare_save` fetches it.
         self.optimizer.state.clear()
+        self._by_hand.note()
 
     def _start(self, step: int, join_state: JoinMessage) -> None:
         if not self.begins:
@@ -229,7 +233,12 @@ class Ps(ServedState):
     def final_sync(self) -> None:
         return
 
+    def take_over(self, name: str, home: torch.Tensor) -> None:
+        del home
+        raise changed_by_hand(name, _ELSEWHERE)
+
     def begin(self, view: StepView) -> None:
+        self._by_hand.check()
         self._tier.lead(self._freshen)
         self._micro = 0
         self._norm = None
@@ -349,6 +358,7 @@ class Ps(ServedState):
     def hand_out(self) -> None:
         """The servers have made the update; now the ledger knows that the step is over."""
         self._tier.lead(self._close_step)
+        self._by_hand.note()
 
     def discard(self) -> None:
         self._tier.lead(self._discard)

@@ -59,5 +59,10 @@ class Setup:
     """Where the collective of each bucket is noted."""
     compressor: Compressor | None = None
     """The compressor of gradients; None: they travel as they are."""
+    elsewhere: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """In a pipeline: all that learns in the whole model, by name and without memory, for the user's function that makes
+    the optimizer: it may sort parameters by their place."""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """This worker's name of a weight that other stages hold too -> its name in the whole model."""
     values: Callable[[str], torch.Tensor] | None = None
     """Where the model is on the meta device: the initial value of one of its parameters or buffers."""

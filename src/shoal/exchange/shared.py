@@ -29,8 +29,10 @@ from shoal.exchange.buckets.bucket_cost import (
     slice_state,
 )
 from shoal.exchange.buckets.bucketed_exchange import BucketedExchange
+from shoal.exchange.buckets.by_hand import ByHand, changed_by_hand
 from shoal.exchange.buckets.shard_sums import SliceSums, zeros_for
-from shoal.exchange.setup import BucketOptions
+from shoal.exchange.contract import JoinState, StepView
+from shoal.exchange.setup import BucketOptions, Setup
 from shoal.types import Promise
 from shoal.world.buckets import Bucket
 from shoal.world.hosts import group_ranks, ranks_by_host
@@ -39,6 +41,11 @@ from shoal.world.shm.backend import SharedMemoryGroup
 from shoal.world.shm.memory import SharedMemoryUnavailable, SharedRegion
 from shoal.world.traffic import ring_bytes, share_of
 from shoal.world.world import DONE, Handle, World
+
+_ONE_COPY = (
+    "under shared the workers of a host have one copy, and each would change it once more; change it in place on the "
+    "first worker of each host and call run.world.barrier() on all, or use ddp"
+)
 
 
 class Shared(BucketedExchange):
@@ -50,6 +57,10 @@ class Shared(BucketedExchange):
     in_host_memory = True
     summary = "one copy of the model per host, in shared memory"
 
+    def __init__(self, setup: Setup, options: BucketOptions) -> None:
+        super().__init__(setup, options)
+        self._by_hand = ByHand(self.trained, _ONE_COPY)
+
     def connect(self, world: World) -> None:
         super().connect(world)
         hosts = ranks_by_host(world, "shared")
@@ -57,6 +68,20 @@ class Shared(BucketedExchange):
         self._across = world.cut([list(ranks) for ranks in zip(*hosts, strict=True)])
         """The owners of the same slice, one on each host."""
         self.owners = world.cut(hosts)
+
+    def start(self, step: int, state: JoinState | None) -> None:
+        super().start(step, state)
+        self._by_hand.note()
+
+    def begin(self, view: StepView) -> None:
+        if self.owners.rank > 0:
+            self._by_hand.check()
+        super().begin(view)
+
+    def take_over(self, name: str, home: torch.Tensor) -> None:
+        if self.owners.size > 1:
+            raise changed_by_hand(name, _ONE_COPY)
+        super().take_over(name, home)
 
     def abort(self) -> None:
         super().abort()
@@ -101,6 +126,7 @@ class Shared(BucketedExchange):
     def hand_out(self) -> None:
         if self._sums is not None:
             self._sums.reset()
+        self._by_hand.note()
         self.owners.barrier()
 
     def _adopt_parameters(self) -> None:
@@ -123,6 +149,7 @@ class Shared(BucketedExchange):
         for name, view in views.items():
             self.trained[name].data = view
         self.owners.barrier()
+        self._by_hand.note()
 
     def _vectors(self, name: str) -> list[torch.Tensor]:
         """One vector per bucket in a region of the host's workers; private memory where a worker is alone."""

@@ -23,6 +23,7 @@ from shoal.cost import Cost, ModelProfile, ParameterProfile
 from shoal.errors import ConfigError
 from shoal.exchange.buckets.bucket_cost import agreement_cost
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
+from shoal.exchange.buckets.users_optimizer import users_optimizer
 from shoal.exchange.contract import (
     Exchange,
     LocalShard,
@@ -49,14 +50,7 @@ from shoal.exchange.fsdp.unit_cost import (
 from shoal.exchange.fsdp.units import Unit, UnitOptions, axes_of, can_be_cut, cut_into_units, make_real
 from shoal.exchange.local_tensor import local, local_gradient
 from shoal.exchange.setup import Setup
-from shoal.optimizer import (
-    make_optimizer,
-    move_optimizer,
-    names_in_groups,
-    refuse_sparse,
-    refuse_unless_elementwise,
-    step_scaled,
-)
+from shoal.optimizer import move_optimizer, step_scaled
 from shoal.types import Promise
 from shoal.world.mesh import Mesh
 from shoal.world.traffic import ring_bytes
@@ -112,10 +106,7 @@ class Zero3(Exchange):
 
     def _prepare_optimizer(self, setup: Setup) -> None:
         self._learning = trainable(setup.model)
-        made = make_optimizer(setup.make_optimizer, self._learning)
-        refuse_sparse(made, "zero3")
-        refuse_unless_elementwise(made, "zero3")
-        groups = names_in_groups(made, self._learning, setup.model)
+        made, groups = users_optimizer(setup, self._learning, "zero3", slices=True)
         self._targets = {name: self._rows.of(name) for name in self._learning}
         # A worker that has no row of a parameter has nothing to update of it.
         tensors = {name: [t] if t.numel() else [] for name, t in self._targets.items()}

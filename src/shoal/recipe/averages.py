@@ -295,7 +295,8 @@ class Averages(Running):
     def _fill(here: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                here[name].copy_(value.view(here[name].shape))
+                # By `.data` it is no change by hand, of which torch would keep count.
+                here[name].data.copy_(value.view(here[name].shape))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -22,6 +22,7 @@ from shoal.optimizer import (
     make_optimizer,
     names_in_groups,
     refuse_sparse,
+    refuse_unless_by_parameter,
     refuse_unless_elementwise,
 )
 from shoal.pipeline.split import describe_split, find_split
@@ -88,8 +89,12 @@ def check_config(config: RunConfig, workers: int, device: torch.device) -> Plan:
     learning = trainable(model)
     made = make_optimizer(config.optimizer, learning)
     refuse_sparse(made, plan.exchange.name)
-    if found.cuts is not None or not exchange.TABLE.look_up(plan.exchange.name).whole_updates:
+    if not exchange.TABLE.look_up(plan.exchange.name).whole_updates:
         refuse_unless_elementwise(made, plan.exchange.name)
+    elif found.cuts is not None:
+        refuse_unless_elementwise(made, "tensor parallelism", "leave tpN out")
+    if found.split is not None:
+        refuse_unless_by_parameter(made)
     names_in_groups(made, learning, model)
     return plan
 

@@ -23,7 +23,7 @@ from shoal.exchange.contract import Exchange
 from shoal.exchange.embeddings.embedding_tables import check_rows
 from shoal.exchange.setup import Setup
 from shoal.functions import copy_of
-from shoal.optimizer import check_trainable
+from shoal.optimizer import check_trainable, outlines
 from shoal.partition.block import BlockPartition
 from shoal.plan.check import (
     check_device,
@@ -60,6 +60,7 @@ from shoal.train.rules import (
     check_compile,
     check_fit,
     check_layers,
+    check_memory,
     check_numbers,
     check_own_batchnorm,
     cuts_parameters,
@@ -123,7 +124,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     rules.check(model, world.rank == 0)
     shape, blocks, said = ModelShape.of(model), find_blocks(model), Words(mesh)
     words = words_for(model, config.buffers)
-    divided = divide_model(config, plan, mesh, model, feed, said)
+    divided, elsewhere = divide_model(config, plan, mesh, model, feed, said)
     if compiler is not None:  # inside of what is computed again
         compile_blocks(model, blocks, compiler, lambda: not streams.watching)
     presence, metrics = prepare_layers(config, model, mesh, blocks), _make_metrics(config, plan, mesh)
@@ -136,7 +137,8 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     root = pipelined.root if pipelined is not None else None
     setup = make_setup(config, plan, mesh, model, divided, recipes)
     setup = replace(setup, blocks=blocks, root=root, values=values, recorded=bool(record), order=order)
-    made = exchange.make_exchange(plan.exchange, replace(setup, spans=job.spans))
+    setup = replace(setup, spans=job.spans, elsewhere=elsewhere, same=divided.same)
+    made = exchange.make_exchange(plan.exchange, setup)
     check_fit(config, plan, made, divided)
     options = tensor_options(plan)
     if pipelined is not None:
@@ -158,7 +160,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
         buffers=buffers,
         watch=watch,
         said=said,
-        first=FirstPass.of(model, given, mesh, feed, said, _meets(made)),
+        first=FirstPass.of(model, given, mesh, feed, said, _meets(made), made.one_copy),
         learning=TrainedSet(made.module, str(plan), rules, _shards(plan, mesh), mesh.tensor),
         split_loss=partial(loss_context, options) if options.loss else None,
         gather=Gather(mesh.data, why_not_gather(config, plan, feed), feed.fill, lambda: presence.counts),
@@ -192,6 +194,7 @@ def _agreed_model(
     agree_on_model(model, alike)
     _check_model(model, plan)
     check_layers(model, plan, feed)
+    check_memory(model, plan)
     return model, values, compiler, recorder
 
 
@@ -321,15 +324,16 @@ def open_data(feed: Feed, plan: Plan, mesh: Mesh) -> Loader | StreamLoader:
 
 def divide_model(
     config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed, said: Words
-) -> Divided:
-    """Cut the model to this worker's part of it, if the plan cuts it."""
+) -> tuple[Divided, dict[str, nn.Parameter]]:
+    """Cut the model to this worker's part of it, if the plan cuts it; in a pipeline also outlines of what learns."""
     if mesh.model.size == 1:
-        return Divided()
+        return Divided(), {}
+    elsewhere = outlines(model) if mesh.stages.size > 1 else {}
     trial = make_trial(config, model, feed, mesh.world.device)
     if feed.parts > 1 and trial.samples_meet():
         said.say(samples_meet_in(length(trial.batch)))
     found = find_in_model(config, plan, mesh, model, feed)
-    return divide(model, found, mesh, tensor_options(plan), plan_schedule(plan))
+    return divide(model, found, mesh, tensor_options(plan), plan_schedule(plan)), elsewhere
 
 
 def find_in_model(config: RunConfig, plan: Plan, mesh: Mesh, model: nn.Module, feed: Feed) -> Division:

@@ -167,6 +167,23 @@ def check_layers(model: nn.Module, plan: Plan, feed: Feed) -> None:
             )
 
 
+def check_memory(model: nn.Module, plan: Plan) -> None:
+    """Refuse parameters that lie in the same memory without being one: exchanges give each a place of its own."""
+    if plan.exchange.name == "solo":
+        return
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        other = seen.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            path, _, key = name.rpartition(".")
+            raise ConfigError(
+                f"parameters '{other}' and '{name}' lie in the same memory and are two for torch, and {plan} would "
+                f"part them; make them one, as in model.{path or 'layer'}.{key} = model.{other}."
+            )
+
+
 def why_not_gather(config: RunConfig, plan: Plan, feed: Feed) -> str:
     """Why `run.gather` cannot work with this plan; empty if it can."""
     chosen = exchange.TABLE.look_up(plan.exchange.name)

@@ -118,7 +118,8 @@ def _update(context: StepContext, step: int, loss: float, count: float, expected
     factor = mean
     if isinstance(clip, ByNorm) and norm is not None:
         factor *= min(1.0, clip.limit / (norm + 1e-6))
-    exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
+    with context.drawing(exchange.optimizer, step):
+        exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
     context.recipes.applied(step)
     exchange.publish()
     context.recipes.published(step)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.balance.base import Balance
 from shoal.data.batch import Batch, Inputs, fits_as_it_is
@@ -15,9 +16,11 @@ from shoal.data.loader import Loader, Portion
 from shoal.data.stream import StreamLoader
 from shoal.errors import ConfigError
 from shoal.exchange.contract import Exchange, JoinState, StepView, Tally
+from shoal.optimizer import is_known
 from shoal.recipe.recipes import Recipes
 from shoal.report.meter import Meter
 from shoal.report.words import Words
+from shoal.seeds import stream
 from shoal.train.balancing.balancing import Balancing, key_for
 from shoal.train.model.buffers import BufferWatch, Reconciled
 from shoal.train.model.first_pass import FirstPass
@@ -121,6 +124,10 @@ class StepContext:
             return mean
         show_gradients(self.exchange, mean, self.on_gradients)
         return 1.0
+
+    def drawing(self, optimizer: Optimizer, step: int) -> AbstractContextManager[object]:
+        """Around an update by an optimizer that may draw random numbers: they follow from the seed and the step."""
+        return nullcontext() if is_known(optimizer) else stream(self.loader.feed.seed, "optimizer", step)
 
     def agree(self, value: float, who: str) -> float:
         """One number for all ranks: their own, if it is the same everywhere, else the mean. Collective."""

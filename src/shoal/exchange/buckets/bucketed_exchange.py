@@ -31,6 +31,7 @@ from shoal.exchange.buckets.backward_order import ForwardOrder
 from shoal.exchange.buckets.gradient_buckets import GradientBuckets
 from shoal.exchange.buckets.norms import root_of_sum, squares_of
 from shoal.exchange.buckets.optimizer_state import Kept, cut_state, join_state
+from shoal.exchange.buckets.users_optimizer import users_optimizer
 from shoal.exchange.contract import (
     Exchange,
     ExtraState,
@@ -46,20 +47,12 @@ from shoal.exchange.contract import (
     trainable,
 )
 from shoal.exchange.frozen import check_frozen, mark_frozen
-from shoal.exchange.local_tensor import is_cut, local, put
+from shoal.exchange.local_tensor import is_replaced, local, put
 from shoal.exchange.reduce.make_reducer import make_reducer
 from shoal.exchange.reduce.reducer import Reducer
 from shoal.exchange.reduce.residuals import lay_out_keeping, leave_unused, put_back, unsent
 from shoal.exchange.setup import BucketOptions, Setup
-from shoal.optimizer import (
-    make_optimizer,
-    move_optimizer,
-    names_in_groups,
-    prepare_momentum,
-    refuse_sparse,
-    refuse_unless_elementwise,
-    step_scaled,
-)
+from shoal.optimizer import move_optimizer, prepare_momentum, step_scaled
 from shoal.world.buckets import Bucket, Piece, lay_out, pieces_of, slice_of
 from shoal.world.shm.memory import SharedMemoryUnavailable
 from shoal.world.world import Handle, World
@@ -94,12 +87,8 @@ class BucketedExchange(Exchange):
         self._shares = setup.shares
         self.trained = trainable(setup.model)
         self._capacity = int(options.bucket_mb * 2**20)
-        made = make_optimizer(setup.make_optimizer, self.trained)
-        refuse_sparse(made, type(self).__name__.lower())
-        if not self.whole_updates or any(is_cut(p) for p in self.trained.values()):
-            # A slice is updated as the whole would be only if each element is updated by itself.
-            refuse_unless_elementwise(made, type(self).__name__.lower())
-        self._groups = names_in_groups(made, self.trained, setup.model)
+        who = type(self).__name__.lower()
+        made, self._groups = users_optimizer(setup, self.trained, who, slices=not self.whole_updates)
         self.given = made
         """The optimizer as the user made it, with the user's settings."""
         self.order = list(setup.order) or list(reversed(self.trained))
@@ -194,10 +183,18 @@ class BucketedExchange(Exchange):
     def hand_out(self) -> None:
         """After the update, or instead of it: everybody sees this worker's parameters as they are now."""
 
+    def take_over(self, name: str, home: torch.Tensor) -> None:
+        """The user has given a parameter other memory: what it holds now goes where it belongs."""
+        home.copy_(local(self.trained[name]).detach())
+        put(self.trained[name], home)
+
     # The contract.
 
     def begin(self, view: StepView) -> None:
         del view
+        for name, home in self._homes:
+            if is_replaced(self.trained[name], home):
+                self.take_over(name, home)
         if not self._order_is_seen and self._watch is None:
             # Only in the first step: the order of the forward pass, turned round, is that in which gradients will come.
             # DDP does the like after its first step.
@@ -400,6 +397,8 @@ class BucketedExchange(Exchange):
         return whole
 
     def _adopt_parameters(self) -> None:
+        self._homes: list[tuple[str, torch.Tensor]] = []
+        """Where each parameter lives; one of no elements lives nowhere."""
         for bucket, vector in zip(self.buckets, self.vectors, strict=True):
             for place in bucket.places:
                 parameter = self.trained[place.name]
@@ -407,6 +406,8 @@ class BucketedExchange(Exchange):
                 view = vector[place.start : place.start + place.numel].view(local(parameter).shape)
                 view.copy_(local(parameter).detach())
                 put(parameter, view)
+                if place.numel:
+                    self._homes.append((place.name, view))
 
     def _gradient(self, piece: Piece, target: torch.Tensor) -> torch.Tensor:
         start = piece.start - self.ranges[piece.bucket][0]

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from shoal.errors import ConfigError
-from shoal.optimizer import ELEMENTWISE, move_optimizer
+from shoal.optimizer import ELEMENTWISE, additions, move_optimizer
 from shoal.server.protocol.state_machine import Refused
 from shoal.table import Table
 
@@ -47,6 +47,8 @@ def describe(optimizer: optim.Optimizer) -> OptimizerDescription:
             f"servers run torch's own optimizers that treat each element alone, and {kind.__module__}.{kind.__name__} "
             f"is not one of them; use {', '.join(KINDS)}, or an exchange whose workers update, such as ddp."
         )
+    if added := additions(optimizer):
+        raise ConfigError(f"servers make the optimizer anew, and {kind.__name__} has {added}; use ddp.")
     return {"kind": kind.__name__, "groups": settings_of(optimizer)}
 
 

@@ -28,8 +28,12 @@ from shoal.world.mesh import Mesh
 class FirstPass:
     """Looks at the first step of a run, and then no more."""
 
-    def __init__(self, model: nn.Module, loss: Any, mesh: Mesh, here: int, words: Words, meets: bool) -> None:
-        """`here`: micro-batches of one worker in a step. `meets`: whether workers compute each step together."""
+    def __init__(
+        self, model: nn.Module, loss: Any, mesh: Mesh, here: int, words: Words, meets: bool, one_copy: bool
+    ) -> None:
+        """`here`: micro-batches of one worker in a step. `meets`: whether workers compute each step together.
+        `one_copy`: whether those of one host have one copy of the parameters."""
+        self._one_copy = one_copy
         self._model = model
         self._loss = loss
         self._mesh = mesh
@@ -43,11 +47,12 @@ class FirstPass:
 
     @staticmethod
     def of(
-        model: nn.Module, loss: Any, mesh: Mesh, feed: Feed, words: Words, meets: bool
+        model: nn.Module, loss: Any, mesh: Mesh, feed: Feed, words: Words, meets: bool, one_copy: bool
     ) -> FirstPass | None:
         """None where one process computes each batch at once."""
         parts = feed.parts * mesh.model.size
-        return FirstPass(model, loss, mesh, feed.accumulate, words, meets) if parts > 1 else None
+        made = FirstPass(model, loss, mesh, feed.accumulate, words, meets, one_copy)
+        return made if parts > 1 else None
 
     def before(self) -> None:
         """The first step's passes begin."""
@@ -104,6 +109,11 @@ class FirstPass:
         self._words.meet()
         if not self._meets or self._mesh.data.size == 1:
             return
+        if self._changed and self._one_copy:
+            raise ConfigError(
+                f"forward passes change parameter '{self._changed[0]}', and under shared the workers of a host have "
+                "one copy, which each of them would change; change it between steps, or use ddp."
+            )
         held = dict(self._model.named_parameters())
         mine = [float(xxhash.xxh32_intdigest(repr([_sum_of(held[name]) for name in self._changed]).encode()))]
         if len(set(self._mesh.data.gather_numbers(mine)[:, 0].tolist())) > 1:

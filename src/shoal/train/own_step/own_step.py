@@ -133,6 +133,8 @@ class OwnStep:
         loss = exchange.finish(Tally(self._terms.pop(name), 1.0)).total
         meter.mark("exposed")
         self._losses.setdefault(name, []).append(loss)
+        # Torch then refuses to go back through a graph from before the update, as it does after its own optimizers.
+        torch.autograd.graph.increment_version(list(trainable(self[name]).values()))
         with self._in_full():
             if self._is_good(name, loss):
                 self._apply(name, exchange)
@@ -140,8 +142,6 @@ class OwnStep:
                 exchange.discard()
                 self.skipped = True
         exchange.begin(self._view)
-        # Torch then refuses to go back through a graph from before the update, as it does after its own optimizers.
-        torch.autograd.graph.increment_version(list(trainable(self[name]).values()))
         if self._watches:
             self._by_hand = self._versions()
         meter.mark("update")
@@ -302,7 +302,8 @@ class OwnStep:
                 self._gradients[f"{name}.{one}" if turn == 1 else f"{name}.{one} (update {turn})"] = gradient
         if isinstance(clip, ByNorm) and self.grad_norm is not None:
             factor = min(1.0, clip.limit / (self.grad_norm + 1e-6))
-        exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
+        with self._context.drawing(exchange.optimizer, self.number):
+            exchange.apply(factor, clip.limit if isinstance(clip, ByValue) else None)
         exchange.publish()
 
     def _check_untouched(self, name: str) -> None:
