@@ -137,8 +137,7 @@ def _make_parts(config: RunConfig, plan: Plan, mesh: Mesh, record: str) -> StepC
     root = pipelined.root if pipelined is not None else None
     setup = make_setup(config, plan, mesh, model, divided, recipes)
     setup = replace(setup, blocks=blocks, root=root, values=values, recorded=bool(record), order=order)
-    setup = replace(setup, spans=job.spans, elsewhere=elsewhere, same=divided.same)
-    made = exchange.make_exchange(plan.exchange, setup)
+    made = exchange.make_exchange(plan.exchange, replace(setup, spans=job.spans, elsewhere=elsewhere))
     check_fit(config, plan, made, divided)
     options = tensor_options(plan)
     if pipelined is not None:
@@ -222,6 +221,7 @@ def make_setup(
         deterministic=config.deterministic,
         model_world=mesh.model,
         shares=divided.shares,
+        same=divided.same,
         mesh=mesh.torch,
         seed=config.seed,
         peers=mesh.joined,
