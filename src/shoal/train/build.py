@@ -193,7 +193,7 @@ def _agreed_model(
     agree_on_model(model, alike)
     _check_model(model, plan)
     check_layers(model, plan, feed)
-    check_memory(model, plan)
+    check_memory(model)
     return model, values, compiler, recorder
 
 

@@ -167,10 +167,8 @@ def check_layers(model: nn.Module, plan: Plan, feed: Feed) -> None:
             )
 
 
-def check_memory(model: nn.Module, plan: Plan) -> None:
+def check_memory(model: nn.Module) -> None:
     """Refuse parameters that lie in the same memory without being one: exchanges give each a place of its own."""
-    if plan.exchange.name == "solo":
-        return
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or not parameter.numel():
@@ -179,7 +177,7 @@ def check_memory(model: nn.Module, plan: Plan) -> None:
         if other != name:
             path, _, key = name.rpartition(".")
             raise ConfigError(
-                f"parameters '{other}' and '{name}' lie in the same memory and are two for torch, and {plan} would "
+                f"parameters '{other}' and '{name}' lie in the same memory and are two for torch, and workers would "
                 f"part them; make them one, as in model.{path or 'layer'}.{key} = model.{other}."
             )
 
