@@ -58,6 +58,7 @@ def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"another Run has divided the model into stages ('{gone}' is on another worker); make the model anew, or "
             "give model= a function that makes it."
         )
+    check_keras(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
@@ -72,6 +73,36 @@ def _typed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if dtype is not None:
         _widen(model, dtype)
     return to_training(model)
+
+
+def check_keras(model: nn.Module) -> None:
+    """Refuse layers of Keras with state or losses of their own.
+
+    They take `training=True` for what other modules are told by `train()`, so dropout would stay off; their running
+    statistics and seeds are parameters, which each worker would have its own of; their regularisers are in
+    `model.losses`, which no loss function sees. Others, such as Dense, are modules like any.
+    """
+    for name, layer in _keras_layers(model):
+        kept = [str(getattr(one, "path", one)) for one in getattr(layer, "non_trainable_variables", ())]
+        what = f"'{kept[0]}', which is no parameter that learns" if kept else ""
+        if not what and list(getattr(layer, "losses", ())):
+            what = "losses of its own (model.losses)"
+        if what:
+            raise ConfigError(
+                f"the model has layers of Keras{f' ({name})' if name else ''} with {what}; Shoal would leave dropout "
+                "off and regularisers out, and each worker would have statistics of its own. Write these layers with "
+                "torch.nn, or train with Keras' own fit."
+            )
+
+
+def _keras_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost of them, which know what is inside."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if any(kind.__module__.partition(".")[0] == "keras" for kind in type(module).__mro__):
+            if id(module) not in inside:
+                yield name, module
+            inside |= {id(one) for one in module.modules()}
 
 
 def to_training(model: nn.Module) -> nn.Module:
