@@ -258,6 +258,40 @@ def test_csv_and_json_lines(data: Session, tmp_path: Path) -> None:
     assert left.order("id").head()[0] == {"id": 1, "name": "ann", "score": None}
 
 
+def test_what_is_missing_is_so_in_training_and_in_serving(data: Session) -> None:
+    """Null, NaN and the empty text are three things, and a single row in Python sees what a flow sees."""
+    table = pa.table({"x": [1.0, None, float("nan"), 4.0, 5.0], "word": ["a", None, "", "", "b"]})
+    rows = data.rows(table)
+    features = {
+        "z": flow.standardise("x"),
+        "bin": flow.bucketise("x", 3),
+        "id": flow.vocabulary("word"),
+        "hash": flow.hashed("word", 1000),
+    }
+    fitted = flow.fit(rows, features)
+    assert fitted.states["z"]["mean"] == pytest.approx(10 / 3)
+    found = fitted.transform(rows).head()
+    assert [row["z"] is None for row in found] == [False, True, True, False, False]
+    assert [row["bin"] for row in found] == [0, None, None, 1, 2]
+    assert [row["id"] for row in found] == [2, 0, 1, 1, 3]
+    for made, given in zip(found, table.to_pylist(), strict=True):
+        served = fitted.row(given)
+        for name in features:
+            assert made[name] == (pytest.approx(served[name]) if name == "z" else served[name])
+
+
+def test_values_that_do_not_fit_are_a_sentence(data: Session, tmp_path: Path) -> None:
+    rows = data.rows(pa.table({"x": [2**62, 2**62, 2**62], "k": [1, 2, 3]}))
+    assert rows.group((), {"n": _.count()}).head() == [{"n": 3}]
+    with pytest.raises(ConfigError, match="Integer value out of bounds"):
+        rows.group((), {"sum": _.x.sum()}).arrow()
+    with pytest.raises(ConfigError, match=r"join\(how='sideways'\); it is inner, left"):
+        rows.join(rows, "k", how="sideways")
+    (tmp_path / "short.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(ConfigError, match="begins with 'a,b', and its lines do not all have as many values"):
+        data.read(tmp_path / "short.csv")
+
+
 def test_a_checkpoint_keeps_the_features_it_was_trained_on(
     data: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -387,3 +387,20 @@ def test_first_rows_of_an_embedding_come_from_a_store(tmp_path: Path) -> None:
         index.first_rows("name")
     with pytest.raises(ConfigError, match="gives up rows"):
         shoal.SparseEmbedding(8, 3, capacity=2, initial=index.first_rows("vector"))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "uint64"])
+def test_unsigned_numbers_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
+    high = int(np.iinfo(kind).max)
+    made = getattr(pa, kind)()
+    pair = pa.FixedSizeListArray.from_arrays(pa.array([high, 1] * 3, made), 2)
+    lists = pa.array([[high], [1, 2], []], pa.list_(made))
+    table = pa.table({"x": pa.array([1, high, None], made), "pair": pair, "list": lists})
+    Store.write(tmp_path, table, options=SMALL)
+    store = Store(tmp_path, fill={"x": 7}, pad={"list": 0})
+    for ids in (np.array([2, 0, 1]), np.arange(3)):
+        batch = store.batch(ids)
+        assert batch["x"].tolist() == [[1, high, 7][i] for i in ids]
+        assert batch["pair"].tolist() == [[high, 1]] * 3
+        assert batch["list"].tolist() == [[[high, 0], [1, 2], [0, 0]][i] for i in ids]
+        assert str(batch["x"].dtype) == f"torch.{kind}"

@@ -137,8 +137,18 @@ def _one(flow: Flow, **values: Value) -> dict[str, Any]:
     return found
 
 
+def _number_column(table: Table, name: str) -> Value:
+    """A column as numbers; what is not a number is null: engines compare and add it each in its own way."""
+    column = table[name].cast("float64")
+    return need_ibis().ifelse(column.isnan(), None, column)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or float(value) != float(value)
+
+
 def _fit_standard(flow: Flow, feature: Feature) -> dict[str, Any]:
-    column = flow.table[feature.column].cast("float64")
+    column = _number_column(flow.table, feature.column)
     found = _one(flow, mean=column.mean(), deviation=column.std(how="pop"))
     if found["mean"] is None:
         raise ConfigError(f"standardise({feature.column}): there are no rows to fit.")
@@ -147,17 +157,17 @@ def _fit_standard(flow: Flow, feature: Feature) -> dict[str, Any]:
 
 def _standard_column(engine: Engine, table: Table, state: State) -> Value:
     del engine
-    return (table[state["column"]].cast("float64") - state["mean"]) / state["deviation"]
+    return (_number_column(table, state["column"]) - state["mean"]) / state["deviation"]
 
 
 def _standard_value(state: State) -> Callable[[Any], Any]:
-    return lambda x: None if x is None else (float(x) - state["mean"]) / state["deviation"]
+    return lambda x: None if _is_missing(x) else (float(x) - state["mean"]) / state["deviation"]
 
 
 def _fit_buckets(flow: Flow, feature: Feature) -> dict[str, Any]:
     """Edges are values that occur: every engine finds the same."""
-    column = flow.table[feature.column]
-    values = flow.table.select(x=column.cast("float64")).filter(column.notnull()).order_by("x")
+    column = _number_column(flow.table, feature.column)
+    values = flow.table.select(x=column).filter(column.notnull()).order_by("x")
     total = int(values.count().to_pyarrow().as_py())
     if not total:
         raise ConfigError(f"bucketise({feature.column}): there are no rows to fit.")
@@ -172,7 +182,7 @@ def _fit_buckets(flow: Flow, feature: Feature) -> dict[str, Any]:
 
 def _buckets_column(engine: Engine, table: Table, state: State) -> Value:
     del engine
-    column = table[state["column"]].cast("float64")
+    column = _number_column(table, state["column"])
     total = need_ibis().literal(0, "int64")
     for edge in state["edges"]:
         total = total + (column >= edge).cast("int64")
@@ -180,7 +190,7 @@ def _buckets_column(engine: Engine, table: Table, state: State) -> Value:
 
 
 def _buckets_value(state: State) -> Callable[[Any], Any]:
-    return lambda x: None if x is None else sum(float(x) >= edge for edge in state["edges"])
+    return lambda x: None if _is_missing(x) else sum(float(x) >= edge for edge in state["edges"])
 
 
 def _fit_nothing(flow: Flow, feature: Feature) -> dict[str, Any]:
@@ -211,11 +221,13 @@ def _vocabulary_value(state: State) -> Callable[[Any], int]:
 def _by_text(engine: Engine, table: Table, state: State) -> Value:
     """A column by a Python function of a column's text."""
     ibis = need_ibis()
-    column = ibis.coalesce(table[state["column"]].cast("string"), "")
+    given = table[state["column"]].cast("string")
+    column = ibis.coalesce(given, "")
     call = KINDS[state["kind"]].value(state)
     mark = xxhash.xxh3_64_hexdigest(repr(sorted(state.items())).encode())[:8]
     text, number = ibis.dtype("string"), ibis.dtype("int64")
-    return engine.function(call, f"{state['kind']}_{mark}", [text], number)(column)
+    made = engine.function(call, f"{state['kind']}_{mark}", [text], number)(column)
+    return ibis.ifelse(given.isnull(), call(None), made)  # null is not the empty text
 
 
 KINDS: Names[Kind] = Names(

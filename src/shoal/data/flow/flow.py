@@ -24,6 +24,7 @@ from shoal.data.store.places.open_place import open_place
 from shoal.data.store.store import Store
 from shoal.errors import ConfigError
 
+_HOW = ("inner", "left", "right", "outer", "semi", "anti")
 By = str | Sequence[str]
 Facts = Callable[[], list[dict[str, Any]]]
 """What there is to say of an input."""
@@ -113,6 +114,8 @@ class Flow:
     def join(self, other: Flow, on: By, how: str = "inner", unique: bool = False) -> Flow:
         """Rows of both that agree in columns. `unique`: no two rows of `other` may agree, or the flow is refused."""
         keys = _names(on)
+        if how not in _HOW:
+            raise ConfigError(f"join(how={how!r}); it is {', '.join(_HOW)}.")
         with expressions([*self.columns, *other.columns]):
             made = self.table.join(other.table, keys, how=how)
         # Of outer joins ibis keeps both keys, of which either may be null.
@@ -125,8 +128,11 @@ class Flow:
         return replace(self, table=made, ordered=False, **{**found, "checks": (*found["checks"], *checks)})
 
     def group(self, by: By, values: Mapping[str, Value]) -> Flow:
-        """One row for each group: group("user", {"n": _.count(), "mean": _.value.mean()})."""
-        return self.apply(lambda table: table.group_by(_names(by)).agg(**values), ordered=False)
+        """One row for each group: group("user", {"n": _.count(), "mean": _.value.mean()}); one of all, by ()."""
+        names = _names(by)
+        return self.apply(
+            lambda table: (table.group_by(names) if names else table).agg(**values), ordered=False
+        )
 
     def window(
         self, by: By, order: By, columns: Mapping[str, Value], rows: tuple[int, int] | None = None
@@ -192,7 +198,8 @@ class Flow:
 
         schema = self.table.schema().to_pyarrow()
         found = list(self.batches())
-        return arrow().Table.from_batches(found).cast(schema) if found else schema.empty_table()
+        with running("the flow"):
+            return arrow().Table.from_batches(found).cast(schema) if found else schema.empty_table()
 
     def head(self, rows: int = 10) -> list[dict[str, Any]]:
         """The first rows as Python values."""

@@ -68,6 +68,15 @@ class Session:
         with running(f"reading {hide(text)}"):
             table = self.engine.read(list(inputs.files), inputs.kind, self._view("read"))
 
+        if (
+            inputs.kind == "csv"
+            and len(table.columns) == 1
+            and any(sign in table.columns[0] for sign in ",;\t|")
+        ):
+            raise ConfigError(
+                f"{hide(text)} begins with {table.columns[0][:60]!r}, and its lines do not all have as many values; "
+                "mend the lines that are too short or too long."
+            )
         found = _checked(table, schema, text)
         return Flow(self.engine, found, (inputs.facts,), self.engine.keeps_order)
 

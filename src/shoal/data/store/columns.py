@@ -110,7 +110,8 @@ class Numbers(Column):
         missing = self.missing(where)
         if missing is not None and missing.any():
             nan = self._dtype.is_floating_point and self._fill is None
-            found[missing] = torch.nan if nan else self.number()
+            # By numpy: torch fills no unsigned numbers.
+            found.numpy()[missing.numpy()] = np.nan if nan else self.number()
         return found
 
     def keys(self, where: Located) -> npt.NDArray[Any]:
@@ -180,7 +181,7 @@ class Lists(Column):
             return flat.view(len(lengths), longest)
         assert self._pad is not None
         padded = torch.full((len(lengths), longest), self._pad, dtype=self.dtype, device="cpu")
-        padded[torch.from_numpy(np.arange(longest) < lengths[:, None])] = flat
+        padded.numpy()[np.arange(longest) < lengths[:, None]] = flat.numpy()
         return padded
 
     def rows(self, where: Located) -> list[torch.Tensor]:

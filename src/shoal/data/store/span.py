@@ -18,6 +18,8 @@ from shoal.data.store.mapping import memory_at
 from shoal.data.store.places.pages import Pages
 from shoal.partition.cuts import Ids
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch picks rows of these types only under another name."""
 _ROOM = (ctypes.c_ubyte * 64)()
 NOTHING = -(-ctypes.addressof(_ROOM) // 16) * 16
 """An address that may be looked at, for columns without a single value."""
@@ -58,6 +60,7 @@ class Span:
         # Rows begin at every element, and overlap: files need not lie a multiple of a row apart.
         self._rows = torch.as_strided(whole, (elements - width + 1, width), (1, 1)) if width > 1 else whole
         self._flat = whole
+        self._signed = _SIGNED.get(dtype)
         self.starts = (np.array(addresses, dtype=np.int64) - base) // size
         self._one = len(addresses) == 1
         self._memory = memory
@@ -82,7 +85,12 @@ class Span:
             # In sequence: one copy, at the speed of memory.
             found = self._flat[int(at[0]) : int(at[0]) + count * self._width].clone()
             return found.view(count, self._width) if self._width > 1 else found
-        return self._rows.index_select(0, torch.from_numpy(at))
+        return self._picked(torch.from_numpy(at))
+
+    def _picked(self, at: torch.Tensor) -> torch.Tensor:
+        if self._signed is None:
+            return self._rows.index_select(0, at)
+        return self._rows.view(self._signed).index_select(0, at).view(self._rows.dtype)
 
     def slice(self, file: int, start: int, stop: int) -> torch.Tensor:
         """Elements in a row of their own; nothing is copied."""
