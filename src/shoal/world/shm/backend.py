@@ -98,8 +98,8 @@ class SharedMemoryGroup(LocalGroup):
         self._mail = Mailboxes(region, region_bytes(size), rank, size)
         self._pairs = Pairs(store, rank, timeout)
         self._kept: deque[Work] = deque(maxlen=_KEPT)
-        self.submitted = 0
-        """Collectives that have been handed to the driver: what ends before that, peers have not heard of."""
+        self.under_way = 0
+        """Which error has come from a collective that had begun: of other errors peers have not heard."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives that are issued from now on may wait, if their call says nothing else."""
@@ -381,12 +381,15 @@ class SharedMemoryGroup(LocalGroup):
             timeout = opts.timeout
         seconds = timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
         work = SharedWork(self._driver, name, call, batch.rounds(), results, batch.after, seconds)
-        self.submitted += 1
-        with profiled(name, shown or results) if profiler_enabled() else NOT_PROFILED:
-            if not opts.asyncOp:
-                self._driver.run(work)
-                return work
-            self._driver.issue(work, batch.count == 1 and self._ops.is_one_round(batch.most))
+        try:
+            with profiled(name, shown or results) if profiler_enabled() else NOT_PROFILED:
+                if not opts.asyncOp:
+                    self._driver.run(work)
+                    return work
+                self._driver.issue(work, batch.count == 1 and self._ops.is_one_round(batch.most))
+        except Exception as error:
+            self.under_way = id(error)  # not the error itself, which holds the caller's tensors
+            raise
         if batch.most <= _KEPT_BYTES:
             self._kept.append(work)
         return work

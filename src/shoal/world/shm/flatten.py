@@ -41,6 +41,7 @@ class Batch:
 
     def bytes(self, tensor: Tensor) -> Tensor:
         """A flat tensor of bytes to move into; copied back at the end if `tensor` has strides."""
+        _check_bytes(tensor)
         return self.numbers(tensor).view(torch.uint8)
 
 
@@ -53,11 +54,6 @@ def numbers(tensor: Tensor) -> Tensor:
     """Flat, contiguous, outside of autograd, complex numbers as pairs."""
     if tensor.layout is not _STRIDED or not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
         _refuse(tensor)
-    if tensor.is_quantized:
-        raise Refused(
-            f"a collective of the shoal backend got a tensor of {tensor.dtype}, whose scale is not in its memory; pass "
-            "tensor.dequantize(), or tensor.int_repr() and the scale."
-        )
     if tensor.is_inference():
         tensor = writable(tensor)
     # The usual case first: for a small collective these checks are a good part of its time.
@@ -109,7 +105,16 @@ def _back(flat: Tensor, tensor: Tensor) -> list[Callable[[], object]]:
     return [lambda: target.copy_(flat.view(target.shape))]
 
 
+def _check_bytes(tensor: Tensor) -> None:
+    if tensor.is_quantized:
+        raise Refused(
+            f"a collective of the shoal backend got a tensor of {tensor.dtype}, whose scale is not in its memory; pass "
+            "tensor.dequantize(), or tensor.int_repr() and the scale."
+        )
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
+    _check_bytes(tensor)
     return numbers(tensor).view(torch.uint8)
 
 

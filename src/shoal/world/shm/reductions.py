@@ -45,17 +45,18 @@ _COMBINE: dict[ReduceOp.RedOpType, tuple[Callable[..., Tensor], frozenset[torch.
     ReduceOp.BOR: (torch.bitwise_or, _BITS),
     ReduceOp.BXOR: (torch.bitwise_xor, _BITS),
 }
+# By their numbers: to hash one of torch's own enums takes longer than a small sum.
 _REDUCTIONS = {
-    op: Reduction(reduction_of(op), combine, dtypes, op == ReduceOp.AVG)
+    op.value: Reduction(reduction_of(op), combine, dtypes, op == ReduceOp.AVG)
     for op, (combine, dtypes) in _COMBINE.items()
 }
-SUM = _REDUCTIONS[ReduceOp.SUM]
+SUM = _REDUCTIONS[ReduceOp.SUM.value]
 
 
 def reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction:
     """The reduction that c10d's options ask for; refuse one that shared memory does not offer for such tensors."""
     kind = op.op  # type: ignore[attr-defined]  # missing in torch's declarations
-    found = _REDUCTIONS.get(kind)
+    found = _REDUCTIONS.get(kind.value)
     if found is None:
         raise UnknownReduction(
             f"the shoal backend cannot reduce with {kind.name}; use SUM and scale yourself."

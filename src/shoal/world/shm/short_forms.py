@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 from torch.distributed import ReduceOp, Work
 
 from shoal.torch_private import c10d
@@ -61,19 +61,19 @@ def collective(
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @wraps(method)
         def _call(group: Any, *args: Any, **named: Any) -> Work:
-            if torch.is_inference_mode_enabled():
+            if is_inference_mode_enabled():
                 # What is made here is used again outside, and by other threads, which are not in that mode.
                 with torch.inference_mode(mode=False):
                     return _call(group, *args, **named)
-            before = group.submitted
             try:
                 if len(args) == tensors + 1 and args[tensors].__class__ in _STRUCTS:
                     return method(group, *args)
                 return method(group, *_long(tensors, short, wrapped, args, named))
-            except Exception:
+            except Exception as error:
                 # Lists of other lengths, a tensor of another kind, an unknown option: whatever it was, peers may wait.
-                if group.submitted == before:
+                if group.under_way != id(error):
                     group.announce_refusal()
+                group.under_way = 0
                 raise
 
         return _call
