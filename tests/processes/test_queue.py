@@ -114,6 +114,18 @@ def test_jobs_wait_for_room_and_for_each_other_make_way_and_go_on(engine: Local)
 
 
 @pytest.mark.all_only
+def test_a_supervisor_that_is_asked_to_end_has_its_job_save_and_wait_again(engine: Local) -> None:
+    """As when the machine goes down in order: SIGTERM to all."""
+    job = engine.submit(spec(engine, "60", priority=0))
+    wait_for(lambda: begun(engine, job))
+    pid = row(engine, job).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: row(engine, job).attempt == 2)
+    assert (row(engine, job).losses, row(engine, job).failures) == (0, 0)
+
+
+@pytest.mark.all_only
 def test_a_failed_job_starts_again_as_often_as_asked_and_what_waits_for_it_falls(engine: Local) -> None:
     bad = engine.submit(spec(engine, "0", "3", retries=1))
     after = engine.submit(spec(engine, "0", after=(bad,)))
@@ -125,38 +137,41 @@ def test_a_failed_job_starts_again_as_often_as_asked_and_what_waits_for_it_falls
     assert "stopped after its time" in row(engine, late).why
 
 
-def kill_some(engine: Local, draw: random.Random) -> str:
-    """`kill -9` of one process of the queue: its scheduler, a supervisor, a launcher or a worker."""
-    found = []
+KINDS = ("scheduler", "supervisor", "launcher", "worker")
+
+
+def kill_one(engine: Local, kind: str, draw: random.Random) -> bool:
+    """`kill -9` of one process of the queue; whether there was one of that kind."""
+    found: dict[str, list[psutil.Process]] = {each: [] for each in KINDS}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = process.cmdline()
-            ours = str(engine.folder) in words
-            if ours and ("schedule" in words or "supervise" in words):
-                found.append(process)
-                found += process.children(recursive=True) if "supervise" in words else []
-    if not found:
-        return ""
-    victim = draw.choice(found)
+            if str(engine.folder) in words and "schedule" in words:
+                found["scheduler"].append(process)
+            elif str(engine.folder) in words and "supervise" in words:
+                found["supervisor"].append(process)
+                launchers = process.children()
+                found["launcher"] += launchers
+                found["worker"] += [worker for launcher in launchers for worker in launcher.children()]
+    if not found[kind]:
+        return False
     with suppress(psutil.Error):
-        kind = next((word for word in ("schedule", "supervise", "run") if word in victim.cmdline()), "worker")
-        victim.send_signal(signal.SIGKILL)
-        return kind
-    return ""
+        draw.choice(found[kind]).send_signal(signal.SIGKILL)
+        return True
+    return False
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.all_only)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.all_only)])
 def test_no_kill_loses_or_doubles_a_job(engine: Local, kills: int) -> None:
     """Jobs whose worker is killed fail and have a retry for each; the others need none."""
     draw = random.Random(kills)
     jobs = [
         engine.submit(spec(engine, "2.5", most=1 + n % 2, retries=kills)) for n in range(max(3, kills // 4))
     ]
-    struck = []
-    while len(struck) < kills:
-        time.sleep(draw.uniform(0.2, 1.5))
-        kind = kill_some(engine, draw)
-        struck += [kind] if kind else []
+    struck = 0
+    while struck < kills:
+        time.sleep(draw.uniform(0.2, 0.8))
+        struck += kill_one(engine, KINDS[struck % 4], draw)
         if all(job.state in ENDS for job in engine.jobs()):  # that also starts a scheduler where none is
             jobs.append(engine.submit(spec(engine, "2.5", retries=kills)))
     wait_for(lambda: all(job.state in ENDS for job in engine.jobs()), 60.0 + 5 * kills)
@@ -165,7 +180,6 @@ def test_no_kill_loses_or_doubles_a_job(engine: Local, kills: int) -> None:
     with closing(Store(engine.folder)) as store:
         done = [job for _, job, _, what in store.history() if what.startswith("done")]
     assert sorted(done) == [int(job) for job in jobs], "each ends once"
-    print("killed", {kind: struck.count(kind) for kind in sorted(set(struck))})
 
 
 def test_a_machine_that_was_started_anew_costs_no_job_and_no_retry(engine: Local) -> None:

@@ -94,14 +94,20 @@ class Local(Engine):
             self._refuse(spec, store)
             account = spec.account or getpass.getuser()
             job = store.add(replace(spec, account=account), os.environ, time.time())
-        scheduler.ensure(self.folder)
+        self._wake()
         return str(job)
+
+    def _wake(self) -> None:
+        """See that somebody schedules. Whoever asks may be the last for a while, so that one try may be too few."""
+        if not scheduler.ensure(self.folder):
+            time.sleep(scheduler.AGAIN_SECONDS)
+            scheduler.ensure(self.folder)
 
     def jobs(self) -> list[JobState]:
         """All that were ever submitted."""
         with closing(Store(self.folder)) as store:
             if store.has_work():
-                scheduler.ensure(self.folder)
+                self._wake()
             return [_state_of(row, time.time()) for row in store.rows()]
 
     def logs(self, job: str, follow: bool) -> Iterator[str]:
@@ -109,7 +115,7 @@ class Local(Engine):
         with closing(Store(self.folder)) as store:
             row = _row_of(store, job)
             if follow and row.state not in ENDS:
-                scheduler.ensure(self.folder)
+                self._wake()
 
             def is_over() -> bool:
                 return not follow or _row_of(store, job).state in ENDS
@@ -125,7 +131,7 @@ class Local(Engine):
                 state = _row_of(store, job).state
                 if state in ("done", "failed"):
                     raise ConfigError(f"job {job} is {state}; there is nothing to cancel.")
-            scheduler.ensure(self.folder)
+            self._wake()
 
     def reserve(self, reservation: Reservation) -> None:
         """Set resources aside, unless jobs or other reservations may still hold them then."""

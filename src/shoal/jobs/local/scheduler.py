@@ -30,15 +30,15 @@ MOST_LOSSES = 20
 LOCK = "scheduler.lock"
 
 
-def ensure(folder: Path) -> None:
-    """Start a scheduler, in a session of its own, where none runs."""
+def ensure(folder: Path) -> bool:
+    """Start a scheduler, in a session of its own, where none runs; False where one has just failed to stay."""
     held = lock.take(folder / LOCK)
     if held is None:
-        return
+        return True
     try:
         last = os.fstat(held)
         if last.st_size and abs(time.time() - last.st_mtime) < AGAIN_SECONDS:
-            return  # one was started just now and is gone: it fails, and so would the next
+            return False  # it was killed, or it fails, and so would the next
         os.pwrite(held, b"1", 0)
         os.utime(held)
         with (folder / "scheduler.log").open("ab") as log:
@@ -53,6 +53,7 @@ def ensure(folder: Path) -> None:
             )
     finally:
         os.close(held)
+    return True
 
 
 def main(folder: Path, held: int) -> None:
