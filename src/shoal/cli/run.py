@@ -134,6 +134,10 @@ def _run_over_ssh(job: Job, file: Path, words: Sequence[str], dry_run: bool) -> 
         raise ConfigError(
             f"--host {job.host} beside a file of hosts: this command starts all of them; leave it out."
         )
+    if job.preparers or job.evaluators:
+        raise ConfigError(
+            "--preparers and --evaluators run beside the workers of one host; leave out --hosts."
+        )
     hosts = read_hosts(file)
     if len(hosts) == 1:
         raise ConfigError(f"--hosts {file} names one host; log in there and use shoal run without --hosts.")
@@ -156,17 +160,18 @@ def run_options(strategy: str, steps: str, settings: Sequence[str]) -> list[str]
 
 
 def launch_options(job: Job) -> list[str]:
-    """The words of what else each host is told."""
-    threads = ["--threads", str(job.threads)] if job.threads is not None else []
-    numbers = [
-        "--workers",
-        str(job.workers),
-        "--hang-limit",
-        f"{job.hang_limit:g}",
-        "--retries",
-        str(job.retries),
+    """The words of what else each host is told.
+
+    >>> launch_options(Job("train.py", workers=2, hang_limit=30.0))[:4]
+    ['--workers', '2', '--hang-limit', '30.0']
+    >>> launch_options(Job("train.py"))
+    ['--workers', '1', '--retries', '0', '--output', 'first', '--no-dry-run']
+    """
+    numbers = {"--workers": job.workers, "--hang-limit": job.hang_limit, "--threads": job.threads}
+    given = [
+        word for option, number in numbers.items() if number is not None for word in (option, str(number))
     ]
-    return [*numbers, *threads, "--output", job.output, "--no-dry-run"]
+    return [*given, "--retries", str(job.retries), "--output", job.output, "--no-dry-run"]
 
 
 def refuse_early(job: Job, dry_run: bool = True) -> None:
