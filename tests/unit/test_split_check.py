@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from shoal.testing.parity import toy_order, trace_run
 from shoal.testing.toys import TABLE as TOYS
 from shoal.train.run_config import RunConfig
+from shoal.train.technique.split_check import FirstCall, does_not_split
 from shoal.world.world import World
 
 
@@ -328,3 +329,13 @@ def test_the_run_goes_on_as_if_nobody_had_looked(own: bool, monkeypatch: pytest.
     assert looked[0] == losses
     for name, value in tensors.items():
         assert torch.equal(value, looked[1][name]), name
+
+
+def test_a_loss_that_has_no_value_over_a_half_is_said() -> None:
+    """As a correlation where one half has one value, or a mean over what a half has none of."""
+    batch = torch.arange(8.0)
+    call = FirstCall(batch, batch, scalar=True)
+    assert "depends on how the batch is cut" in does_not_split(
+        lambda out, rows: out[rows > 5].mean(), call, None
+    )
+    assert not does_not_split(lambda out, rows: out[rows > 9].mean(), call, None)

@@ -9,6 +9,7 @@ not run again and what its layers draw or normalise plays no part. Where that ca
 from __future__ import annotations
 
 import io
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -366,7 +367,7 @@ def _mean(n: int, whole: Sums, first: Sums, second: Sums) -> str:
     all_, a, b = (total / count for total, count in (whole, first, second))
     both = (first[0] + second[0]) / whole[1]
     size = max(abs(all_), abs(a), abs(b))
-    if not abs(all_ - both) > _ROUNDING * size:
+    if abs(all_ - both) <= _ROUNDING * size or not math.isfinite(all_):
         return ""
     said = f"over {n} samples it is {all_:.6g}, and {a:.6g} and {b:.6g} over their halves"
     if abs(all_ - (a + b)) <= _ROUNDING * size:
