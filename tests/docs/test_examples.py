@@ -131,3 +131,27 @@ def test_an_old_task_is_remembered(tmp_path: Path) -> None:
     assert plain < old - 20
     assert held >= 0.9 * old
     assert new > 80
+
+
+@pytest.mark.all_only
+def test_a_student_with_a_teacher_is_better(tmp_path: Path) -> None:
+    said = call(tmp_path, str(EXAMPLES / "distilled.py"))
+    big, alone, taught = [float(share) for share in re.findall(r"([\d.]+) % read", said)]
+    assert alone + 1 < taught < big
+
+
+@pytest.mark.all_only
+def test_replay_keeps_what_plain_training_loses(tmp_path: Path) -> None:
+    said = call(tmp_path, str(EXAMPLES / "grown.py"))
+    before, plain, replayed = [float(share) for share in re.findall(r"old digits +([\d.]+)", said)]
+    assert plain < before - 20
+    assert replayed >= 0.9 * before
+
+
+@pytest.mark.all_only
+def test_whole_numbers_read_as_well(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "served.py")
+    call(tmp_path, *SHOAL, "run", "--workers", "2", script)
+    said = call(tmp_path, *SHOAL, "export", script, "--quantise", "int8")
+    floats, whole = [float(share) for share in re.findall(r"read ([\d.]+)", said)]
+    assert abs(floats - whole) <= 0.005

@@ -12,6 +12,7 @@ from shoal.cli import ckpt, ckpt_convert
 from shoal.cli.data_verbs import build as data_build
 from shoal.cli.data_verbs import keep as data_keep
 from shoal.cli.data_verbs import look as data_look
+from shoal.cli.export import export
 from shoal.cli.jobs_verbs.look import cancel, jobs, logs
 from shoal.cli.jobs_verbs.submit import reserve, submit
 from shoal.cli.jobs_verbs.sweep import sweep
@@ -45,6 +46,7 @@ app.command()(cancel)
 app.command()(reserve)
 app.command()(sweep)
 app.command()(verify)
+app.command()(export)
 app.command()(plan)
 app.command()(selftest)
 app.command()(doctor)

@@ -8,10 +8,14 @@ from shoal.recipe.averages import Ema, Swa
 from shoal.recipe.contract import Recipe
 from shoal.recipe.ewc import Ewc
 from shoal.recipe.freeze import Freeze
+from shoal.recipe.grow.replay import Replay
 from shoal.recipe.lora import Lora
 from shoal.recipe.prune import Prune
+from shoal.recipe.quantise.qat import Qat
 from shoal.recipe.rates import LayerDecay, Rate
 from shoal.recipe.start import Start
+from shoal.recipe.teacher.distil import Distil
+from shoal.recipe.teacher.lwf import Lwf
 from shoal.table import Table
 from shoal.types import Choice
 
@@ -25,6 +29,10 @@ TABLE: Table[type[Recipe]] = Table(
         "freeze": Freeze,
         "rate": Rate,
         "layer_decay": LayerDecay,
+        "distil": Distil,
+        "lwf": Lwf,
+        "qat": Qat,
+        "replay": Replay,
         "ema": Ema,
         "swa": Swa,
     },

@@ -3,6 +3,7 @@
 A recipe has two halves. `Recipe` is what the user asks for: a frozen dataclass of options, with facts that are known
 before anything runs. `Running` is the recipe at work in one run: it owns state, and acts at these moments:
 
+    Recipe.feed(feed)              once, before anything else: other data, or another order of it
     Recipe.prepare(preparation)    once, before anything is cut: the whole model, the same on every worker
     Recipe.run(view)               once, when the exchange is there and before a checkpoint is read: makes `Running`
     before_step(step)              each step, when parameters are fresh and before the forward passes
@@ -30,6 +31,7 @@ from torch import nn
 
 from shoal.checkpoint.layout.region import Region
 from shoal.data.batch import Batch, Inputs
+from shoal.data.feed import Feed
 from shoal.exchange.contract import Exchange, ExtraState, LocalShard
 from shoal.exchange.facts import Facts
 from shoal.types import Plan, Promise
@@ -154,6 +156,10 @@ class Recipe:
         """Why it cannot work with a plan for another reason than those in `refuses`; empty: it can."""
         del plan
         return ""
+
+    def feed(self, feed: Feed) -> Feed:
+        """What the loader is asked for, with other data or another order of it. Every worker does the same."""
+        return feed
 
     def prepare(self, preparation: Preparation) -> object:
         """Change the whole model before it is cut. Every worker does the same. What `run` is to get of it."""

@@ -74,6 +74,10 @@ class Recipes:
             acts = [r for r in self._running.values() if getattr(type(r), moment) is not _NOTHING[moment]]
             self._acting[moment] = acts
 
+    def running(self, name: str) -> Running:
+        """One of them at work, by the name under which it keeps its state."""
+        return self._running[name]
+
     def around(self, loss: Loss) -> Loss:
         """The loss with what recipes add in training."""
         summed = self._summed

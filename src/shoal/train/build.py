@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal import exchange, partition
+from shoal import exchange, partition, recipe
 from shoal.blocks import find_blocks
 from shoal.call import call_model
 from shoal.config import degree_of
@@ -279,7 +279,7 @@ def make_feed(config: RunConfig, plan: Plan, mesh: Mesh) -> Feed:
     """Which samples this worker's replica gets, in how many micro-batches."""
     meets = mesh.model.size > 1 or exchange.TABLE.look_up(plan.exchange.name).every_worker_computes
     among = sharers(plan, mesh)
-    return Feed(
+    feed = Feed(
         config.data,
         config.global_batch,
         among.rank,
@@ -298,6 +298,9 @@ def make_feed(config: RunConfig, plan: Plan, mesh: Mesh) -> Feed:
         worker_init=config.worker_init_fn,
         augment=make_chain(config.augment),
     )
+    for one in recipe.make_recipes(config.recipes):
+        feed = one.feed(feed)
+    return feed
 
 
 def open_data(feed: Feed, plan: Plan, mesh: Mesh) -> Loader | StreamLoader:

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,8 @@ from shoal.train.build import build
 from shoal.train.calls.calls import Calls
 from shoal.train.calls.same_settings import agree_on_settings
 from shoal.train.evaluate import describe, evaluate
+from shoal.train.export.exporting import Exporting
+from shoal.train.export.request import pristine
 from shoal.train.loop import Loop
 from shoal.train.model.shortage import noting, remedies_of_evaluation, remedies_of_making
 from shoal.train.own_step.build import build_own_step
@@ -51,7 +53,7 @@ from shoal.train.validation.between import measured_steps, validates_itself
 from shoal.train.watch.watch import Watch
 from shoal.types import Evaluation, StepReport, Value
 from shoal.world.devices import choose_device
-from shoal.world.failure import end_in_one_sentence
+from shoal.world.failure import at_exit, end_in_one_sentence
 from shoal.world.launch import Launch, from_environment
 from shoal.world.progress_page import Phase, ProgressPage
 from shoal.world.world import World
@@ -80,6 +82,7 @@ class Run(RunConfig):
         said = adopt_loader(self)
         watched = evaluator.become_evaluator(self, launch)
         self.accumulate *= launch.stands_for
+        untrained = pristine(self.model) if launch.export else None
         self._rehearsal = bool(launch.record)
         if launch.record:
             self._keep_nothing(launch.record)
@@ -112,6 +115,9 @@ class Run(RunConfig):
             self._make(launch, said, kept, early_stop, page)
         if watched is not None:
             evaluator.evaluate_checkpoints(self._context, config, watched, launch)
+        self._exporting = Exporting.of(
+            launch.export, self._context, untrained, self.state_dict, self._progress.step
+        )
 
     def _make(
         self,
@@ -141,7 +147,7 @@ class Run(RunConfig):
         self._loop = self._make_loop(launch)
         exchange = self._context.exchange
         # Servers must be told of the end, so what talks to them stays; all else may be collected before.
-        atexit.register(exchange.close) if exchange.uses_servers else _at_exit(exchange.close)
+        atexit.register(exchange.close) if exchange.uses_servers else at_exit(exchange.close)
         self._progress = self._checkpoints.resume() if exchange.begins else Progress()
         if early_stop is not None:
             early_stop.restore(self._progress.early_stop_was)
@@ -150,7 +156,7 @@ class Run(RunConfig):
         self._calls.step(self._progress.step)
         exchange.start(self._progress.step, self._context.join_state())
         page.enter(Phase.BETWEEN)
-        _at_exit(self._checkpoints.leave)  # a script may end in the middle of its loop
+        at_exit(self._checkpoints.leave)  # a script may end in the middle of its loop
         atexit.register(self._calls.close)
 
     def _open_state(self, page: ProgressPage) -> StateFile | None:
@@ -210,6 +216,8 @@ class Run(RunConfig):
 
     def steps(self, how_long: int | str) -> Iterator[StepReport]:
         """Train, yielding after each step; up to so many steps ("2ep": epochs) counted from the run's beginning."""
+        if self._exporting is not None:
+            return iter(())
         asked = how_long if self._steps_override is None else self._steps_override
         steps = self._loop.steps(asked, self._progress)
         return measured_steps(self._loop, steps, self._validate) if self._validates else steps
@@ -322,6 +330,8 @@ class Run(RunConfig):
         `weights`: "ema" or "swa" measures the average that the run keeps.
         """
         measures, context, answers = metrics or {}, self._context, self._progress.answers
+        if self._exporting is not None:
+            return self._exporting.measure(lambda: evaluate(context, data, measures, batch))
         what = describe(data, measures, weights)
         if (known := answers.known(what)) is not None:
             return Evaluation(*known)
@@ -353,6 +363,8 @@ class Run(RunConfig):
 
     def save(self, name: str) -> None:
         """Write a full checkpoint: under the checkpoint folder, or at a path if the name has a slash."""
+        if self._exporting is not None:
+            return  # nothing is trained, so there is nothing to write
         if self._context.exchange.uses_servers and self.world.rank > 0:
             return  # what the servers hold is one state, and one worker writes it
         path = Path(name)
@@ -427,18 +439,6 @@ class Run(RunConfig):
         for name in ("log", "optimizer"):
             del self.__dict__[name]
         return RunConfig(**found)
-
-
-def _at_exit(method: Callable[[], None]) -> None:
-    """Call a method when the script ends, if what it belongs to is still there: a notebook makes many runs."""
-
-    def call() -> None:
-        found = held()
-        if found is not None:
-            found()
-
-    held = weakref.WeakMethod(method, lambda _: atexit.unregister(call))
-    atexit.register(call)
 
 
 def _join(config: RunConfig, launch: Launch) -> World:

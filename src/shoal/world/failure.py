@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import os
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import sleep
@@ -130,3 +132,15 @@ def _says_lost(error: BaseException) -> bool:
         return True
     # torch.distributed.DistError is a RuntimeError; naming that base keeps torch out of the launcher.
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER)
+
+
+def at_exit(method: Callable[[], None]) -> None:
+    """Call a method when the script ends, if what it belongs to is still there: a notebook makes many runs."""
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    held = weakref.WeakMethod(method, lambda _: atexit.unregister(call))
+    atexit.register(call)

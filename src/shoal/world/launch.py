@@ -132,6 +132,8 @@ class Launch:
     """Who works beside the workers."""
     dry_run: str = ""
     """What to find out about the model instead of training it; empty means: train."""
+    export: str = ""
+    """What to make of the trained model instead of training it; empty means: train."""
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
@@ -179,6 +181,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Launch:
         number=int(which or 0),
         stages=Stages.of(env.get("SHOAL_STAGES", "")),
         dry_run=env.get("SHOAL_DRY_RUN", ""),
+        export=env.get("SHOAL_EXPORT", ""),
     )
 
 

@@ -1,0 +1,1 @@
+"""Growing data: training on what is new without losing what is old."""
