@@ -31,7 +31,7 @@ class Call:
         return f"Call({', '.join(shown)})"
 
 
-def call_model(model: nn.Module, inputs: object) -> Any:
+def call_model(model: nn.Module, inputs: object) -> object:
     """The model's output for what `inputs=` returned.
 
     >>> import torch
@@ -41,7 +41,7 @@ def call_model(model: nn.Module, inputs: object) -> Any:
     return model(*inputs.args, **inputs.kwargs) if type(inputs) is Call else model(inputs)
 
 
-def arguments(inputs: object) -> Any:
+def arguments(inputs: object) -> object:
     """What `inputs=` returned, as nested tuples and dicts that may be searched for tensors."""
     return (inputs.args, inputs.kwargs) if type(inputs) is Call else inputs
 
@@ -59,9 +59,9 @@ class Signature:
             self._signature: inspect.Signature | None = inspect.signature(model.forward)
         except (TypeError, ValueError):  # some C functions do not tell
             self._signature = None
-        self._known: dict[tuple[Any, ...], bool] = {}
+        self._known: dict[tuple[object, ...], bool] = {}
 
-    def arrange(self, given: object) -> Any:
+    def arrange(self, given: object) -> object:
         """What `inputs=` returned, as `call_model` takes it.
 
         >>> Signature(nn.Bilinear(2, 2, 1)).arrange((1, 2)), Signature(nn.Linear(2, 2)).arrange((1, 2))
@@ -70,7 +70,7 @@ class Signature:
         if isinstance(given, Tensor):
             return given
         if type(given) is tuple:
-            key: tuple[Any, ...] = ("args", len(given))
+            key: tuple[object, ...] = ("args", len(given))
             if key not in self._known:
                 self._known[key] = self._takes_several(given)
             return Call(*given) if self._known[key] else given

@@ -127,7 +127,7 @@ def fill_options(choice: Choice, into: type[D]) -> D:
     """
     fields = [f for f in options_of(into) if f.init]
     names = [f.name for f in fields]
-    kind: Any = into
+    kind: object = into
     hints = _hints(kind)
     if len(choice.args) > len(fields):
         takes = f"takes at most {len(fields)} ({', '.join(names)})" if fields else "takes no options"
@@ -146,12 +146,12 @@ def fill_options(choice: Choice, into: type[D]) -> D:
 
 
 @lru_cache(maxsize=256)
-def _hints(into: Any) -> dict[str, Any]:
+def _hints(into: object) -> dict[str, object]:
     """The types of its fields: to find them out compiles each, which would be most of the time of a search of plans."""
     return get_type_hints(into)
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
+def _required(field: dataclasses.Field[object]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

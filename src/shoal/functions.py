@@ -32,8 +32,8 @@ class Copy:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._memo: dict[int, Any] = {id(one): one for one in (*model.modules(), *model.parameters())}
-        self._globals: dict[int, dict[str, Any]] = {}
+        self._memo: dict[int, object] = {id(one): one for one in (*model.modules(), *model.parameters())}
+        self._globals: dict[int, dict[str, object]] = {}
 
     def of(self, value: object) -> Any:
         """The copy of a value that a function can see; raises what copying it raises."""
@@ -81,7 +81,7 @@ def copy_of(function: Any, model: nn.Module) -> Any:
         return function
 
 
-def numbers_kept(value: Any) -> dict[str, float]:
+def numbers_kept(value: object) -> dict[str, float]:
     """Numbers that a function or an object of a script keeps from call to call: globals, closure, attributes.
 
     >>> kept = {"calls": 1}
@@ -97,7 +97,7 @@ def _numbers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, float
     if id(value) in seen or isinstance(value, type):
         return
     seen.add(id(value))
-    inside: dict[str, Any] = {}
+    inside: dict[str, object] = {}
     if isinstance(value, types.FunctionType) and not _is_library(value.__module__):
         known = value.__globals__
         inside = {one: known[one] for one in globals_read(value.__code__) if one in known}

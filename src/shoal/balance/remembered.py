@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 FORMAT = 1
 LARGEST = 1 << 20
@@ -73,7 +72,7 @@ def keep(path: Path, key: str, speeds: Sequence[float], now: float) -> None:
         raise
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST + 1)

@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shoal.cluster.by_value import from_bytes, to_bytes
 from shoal.cluster.local import Job
@@ -71,11 +71,11 @@ def launch(function: Callable[..., Result], *args: object, workers: int = 2) -> 
     return result
 
 
-def take(script: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def take(script: str) -> tuple[Callable[..., object], tuple[object, ...]]:
     """In a worker: the function to call and its arguments. Sets sys.path and sys.argv to those of the program."""
     folder = os.path.dirname(script)
     sys.path[:], sys.argv[:] = from_bytes(Path(folder, _SETTINGS).read_bytes())
-    found: tuple[Callable[..., Any], tuple[Any, ...]] = from_bytes(Path(folder, _FUNCTION).read_bytes())
+    found: tuple[Callable[..., object], tuple[object, ...]] = from_bytes(Path(folder, _FUNCTION).read_bytes())
     return found
 
 

@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 
 Batch = Any
 """A tensor, or tuples, lists and dicts of batches."""
-Inputs = Callable[[Batch], Any]
+Inputs = Callable[[Batch], object]
 Collate = Callable[[list[Any]], Batch]
 
 
@@ -75,7 +75,7 @@ def convert(batch: Batch, device: torch.device, floats: torch.dtype | None) -> B
     return batch
 
 
-def default_inputs(batch: Batch) -> Any:
+def default_inputs(batch: Batch) -> object:
     """What goes into the model: `batch[0]` of a tuple or list, `batch["inputs"]` of a dict, else the batch."""
     if isinstance(batch, tuple | list):
         return batch[0]
@@ -99,7 +99,7 @@ class ModelInputs:
         self._inputs = inputs
         self._own_loss = own_loss
 
-    def __call__(self, batch: Batch) -> Any:
+    def __call__(self, batch: Batch) -> object:
         if self._inputs is not None:
             return self._signature.arrange(self._inputs(batch))
         if isinstance(batch, Mapping) and self._keywords(batch):

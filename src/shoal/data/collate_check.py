@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ def look_at_collate(loader: Loader | StreamLoader, step: int) -> str:
         return ""
 
 
-def _few(loader: Loader | StreamLoader, step: int) -> list[Any]:
+def _few(loader: Loader | StreamLoader, step: int) -> list[object]:
     if isinstance(loader, StreamLoader):
         return loader.first or []
     ids = [number for some in loader.samples_of(step) for number in some][:FEW]
@@ -51,7 +50,7 @@ def _few(loader: Loader | StreamLoader, step: int) -> list[Any]:
     )
 
 
-def mixes(collate: Collate, samples: Sequence[Any]) -> str:
+def mixes(collate: Collate, samples: Sequence[object]) -> str:
     """What is wrong with a collate, in a sentence.
 
     >>> samples = [torch.tensor([1.0]), torch.tensor([3.0])]
@@ -112,5 +111,5 @@ def _same_rows(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -
 
 
 def _standing() -> tuple[object, ...]:
-    words: Any = np.random.get_state(legacy=False)
+    words: object = np.random.get_state(legacy=False)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(words)

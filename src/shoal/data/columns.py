@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.partition.base import OWN, Keys, Partition
 from shoal.table import did_you_mean
 
-Columns = Mapping[str, Any]
+Columns = Mapping[str, object]
 """By name: an array, a tensor or a list with one number or text for each sample."""
 
 

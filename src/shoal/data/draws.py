@@ -28,9 +28,9 @@ class Generator(Protocol):
     """A global generator: of torch, of numpy or of Python."""
 
     def seed(self, key: int) -> None: ...
-    def state(self) -> Any: ...
+    def state(self) -> object: ...
     def restore(self, state: Any) -> None: ...
-    def glance(self) -> Any: ...
+    def glance(self) -> object: ...
 
 
 class TorchGenerator:
@@ -70,7 +70,7 @@ class PythonGenerator:
         """Let it continue from a key."""
         random.seed(key)
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """Where it stands."""
         return random.getstate()
 
@@ -105,7 +105,7 @@ class NumpyGenerator:
         if _twister() is not None:
             np.random.seed(key & 0xFFFFFFFF)
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """Where it stands."""
         name, words, *rest = cast(tuple[Any, ...], np.random.get_state())
         self._kept = rest[1:2] == [1]
@@ -215,7 +215,7 @@ def _generators_in(value: object, name: str, depth: int, seen: set[int]) -> Iter
         yield name
     elif depth and id(value) not in seen:
         seen.add(id(value))
-        parts: list[tuple[str, Any]] = []
+        parts: list[tuple[str, object]] = []
         if isinstance(value, list | tuple):
             parts = [(f"[{i}]", part) for i, part in enumerate(value[:_INSIDE])]
         elif not isinstance(value, type | torch.Tensor | np.ndarray):

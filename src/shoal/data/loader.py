@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -123,7 +123,7 @@ class Loader:
         """Where the data stand after `step` steps, whatever has been prepared ahead."""
         return self._picks.cursor(step)
 
-    def go_on(self, step: int, state: Mapping[str, Any]) -> list[str]:
+    def go_on(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Let step `step` begin where a cursor stood; sentences say what has changed since. Earlier steps are gone."""
         self._ahead = self._peeked = None
         return self._picks.go_on(step, Cursor.from_state(state))

@@ -19,7 +19,7 @@ class Source(Protocol):
     """A map-style data set."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 class BatchSource(ABC):
@@ -34,7 +34,7 @@ class BatchSource(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
     @abstractmethod
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> object: ...
     @abstractmethod
     def batch(self, ids: Ids) -> Batch:
         """The batch of some samples."""
@@ -121,10 +121,10 @@ def fetch(data: Source, ids: Ids, collate: Collate | None) -> Batch:
     return join(fetch_samples(data, numbers), numbers, collate)
 
 
-def fetch_samples(data: Source, ids: list[int]) -> list[Any]:
+def fetch_samples(data: Source, ids: list[int]) -> list[object]:
     """The given samples, through torch's own protocol for fetching several at once where a data set has it."""
     many = getattr(data, "__getitems__", None)
-    samples: list[Any] = []
+    samples: list[object] = []
     try:
         if many is not None:
             # torch's protocol for data sets that fetch several samples in one go.
@@ -173,7 +173,7 @@ def _rows(sample: object) -> int | None:
     return shapes[0][0] if min(dims) == 1 < max(dims) else None
 
 
-def join(samples: list[Any], numbers: list[int], collate: Collate | None) -> Batch:
+def join(samples: list[object], numbers: list[int], collate: Collate | None) -> Batch:
     """Samples as one batch; an error says which samples they are."""
     try:
         return (collate or default_collate)(samples)

@@ -73,10 +73,10 @@ class StreamLoader:
         self._begin = self._at = StreamPlace(0, 0, 0)
         self.handed = 0
         """Samples of this worker in the portion that was handed out last."""
-        self.first: list[Any] | None = None if feed.collate is not None and feed.parts > 1 else []
+        self.first: list[object] | None = None if feed.collate is not None and feed.parts > 1 else []
         """Copies of the first samples, which cannot be read again; None before they are there."""
-        self._samples: Iterator[Any] | None = None
-        self._next: Any = _END
+        self._samples: Iterator[object] | None = None
+        self._next: object = _END
         self._watch = Watch(NumpyGenerator(), PythonGenerator())
         self._keyed: Sequence[Generator] = ()
 
@@ -197,12 +197,12 @@ class StreamLoader:
         while self._at.step < step:
             self._read()
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> list[object]:
         """The samples of the next step, and the first after them: so everybody knows whether the epoch is over."""
         if self._samples is None:
             self._open()
         step, epoch, position = self._at
-        samples: list[Any] = []
+        samples: list[object] = []
         while len(samples) < self.feed.global_batch and self._next is not _END:
             samples.append(self._next)
             position += 1
@@ -229,7 +229,7 @@ class StreamLoader:
                     "every iter() of data= must begin anew and give the same samples, on every worker and in every run."
                 )
 
-    def _pull(self, epoch: int, position: int) -> Any:
+    def _pull(self, epoch: int, position: int) -> object:
         assert self._samples is not None
         self._key(seeds.derive(self.feed.seed, "stream", epoch, position))
         try:
@@ -245,7 +245,7 @@ class StreamLoader:
             generator.seed(key)
 
 
-def _copies(samples: list[Any]) -> list[Any]:
+def _copies(samples: list[object]) -> list[object]:
     try:
         return copy.deepcopy(samples)
     except Exception:  # what cannot be copied is not looked at

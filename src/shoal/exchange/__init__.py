@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from shoal.config import fill_options
 from shoal.exchange.contract import Exchange
@@ -40,7 +39,7 @@ TABLE: Table[type[Exchange]] = Table(
 def make_exchange(choice: Choice, setup: Setup) -> Exchange:
     """The exchange a plan names, ready for its first step."""
     chosen = TABLE.look_up(choice.name)
-    options: Any = fill_options(choice, chosen.Options)
+    options: object = fill_options(choice, chosen.Options)
     try:
         return chosen(setup, options)  # type: ignore[call-arg]
     except SharedMemoryUnavailable as reason:

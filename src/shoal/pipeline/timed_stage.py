@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
@@ -69,17 +68,17 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
         save_forward_output: bool = True,
-    ) -> Any:
+    ) -> object:
         begin = perf_counter_ns()
         result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._note(SpanKind.FORWARD, begin, fwd_chunk_id)
         return result
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         begin = perf_counter_ns()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)

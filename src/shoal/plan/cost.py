@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shoal import exchange, pipeline
 from shoal.config import fill_options
 from shoal.cost import Cost, ModelProfile
@@ -33,7 +31,7 @@ def plan_cost(plan: Plan, profile: ModelProfile, mesh: Mesh) -> Cost:
     ddp + int8 4000768 {'data': 3047508}
     """
     chosen = exchange.TABLE.look_up(plan.exchange.name)
-    options: Any = fill_options(plan.exchange, chosen.Options)
+    options: object = fill_options(plan.exchange, chosen.Options)
     found = chosen.cost(options, profile, mesh, compressor_of(plan)) + tensor_cost(profile, mesh.tensor.size)
     if profile.stages is None:
         return found

@@ -86,7 +86,7 @@ class Machine:
         share = math.log(nbytes / a) / math.log(b / a)
         return math.exp((1 - share) * math.log(one) + share * math.log(two))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 

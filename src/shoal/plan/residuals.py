@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from shoal.plan.cache import keep, recall
 
@@ -40,7 +39,7 @@ def learn(machine: str, family: str, measured: float, predicted: float) -> float
     after = (
         seen if family not in known else math.exp((1 - WEIGHT) * math.log(before) + WEIGHT * math.log(seen))
     )
-    entry: Mapping[str, Any] = {"families": {**known, family: after}}
+    entry: Mapping[str, object] = {"families": {**known, family: after}}
     keep(FILE, machine, entry)
     return after
 

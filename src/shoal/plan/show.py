@@ -81,7 +81,7 @@ def memory_lines(one: Prediction) -> str:
     return ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in one.memory.items() if nbytes)
 
 
-def to_json(one: Prediction) -> dict[str, Any]:
+def to_json(one: Prediction) -> dict[str, object]:
     """Plain values of one plan."""
     return {
         "strategy": str(one.plan),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal import exchange
 from shoal.errors import ConfigError
@@ -28,7 +27,7 @@ class Point:
         """Seconds of workers for a step."""
         return self.workers * self.best.seconds.middle
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values."""
         return {
             "workers": self.workers,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from time import monotonic
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from shoal.report.meter import PHASES, Times
 from shoal.report.notebook import NotebookBar, in_notebook
@@ -216,7 +216,7 @@ class _Above:
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

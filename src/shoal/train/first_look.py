@@ -125,7 +125,7 @@ def _look_at_loss(context: StepContext, looked: FirstLoss, first: FirstCall) -> 
     """The loss over halves. The model runs once more only if its outputs cannot be cut."""
     model = context.model
 
-    def loss(output: Any, batch: Batch) -> Any:  # each time as it stands now, if it counts its calls
+    def loss(output: object, batch: Batch) -> object:  # each time as it stands now, if it counts its calls
         return Copy(model).of(looked.plain)(output, batch)
 
     with unseen(), undisturbed(model):

@@ -51,7 +51,7 @@ class Microbatch:
     """One micro-batch on its way through the stages."""
 
     batch: Batch
-    inputs: Any
+    inputs: object
     """What goes into the model."""
     rows: int
     """Samples in the batch."""
@@ -99,7 +99,7 @@ class StageRunner(nn.Module):
         self._last = last
         self._size = size
 
-    def forward(self, received: torch.Tensor, *, micro: int) -> Any:
+    def forward(self, received: torch.Tensor, *, micro: int) -> object:
         job = self._job
         load = job.loads[micro]
         if not job.measures:
@@ -288,7 +288,7 @@ class Pipelined:
         job.loads = []
         return tally
 
-    def measure(self, batch: Batch) -> tuple[Any, Batch] | None:
+    def measure(self, batch: Batch) -> tuple[object, Batch] | None:
         """What the model returns for a batch, and the batch itself; None where this worker has not the last stage."""
         job, world = self._job, self._world
         job.loads = [job.load(batch, True, 0, 0)]

@@ -34,7 +34,7 @@ from shoal.train.technique.metrics import Metric
 from shoal.train.technique.penalty import Penalty
 from shoal.types import Value
 
-Step = Callable[[Any, Batch], Any]
+Step = Callable[[Any, Batch], object]
 """(ctx, batch) -> None, or metrics by name; `ctx` is a `shoal.OwnStep`."""
 
 

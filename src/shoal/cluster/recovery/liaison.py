@@ -203,7 +203,7 @@ def _serve(host: int, hosts: int, address: tuple[str, int], line: socket.socket,
         os._exit(1)
 
 
-def _store(address: tuple[str, int], listener: int | None) -> Any:
+def _store(address: tuple[str, int], listener: int | None) -> object:
     from shoal.torch_private import PrefixStore, TCPStore
 
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": _TIMEOUT}

@@ -98,7 +98,7 @@ class Fitted:
             table = flow.table.mutate(**made)
         return replace(flow, table=table, features={**flow.features, **self.states})
 
-    def row(self, row: Mapping[str, object]) -> dict[str, Any]:
+    def row(self, row: Mapping[str, object]) -> dict[str, object]:
         """One row of Python values with its features, as `transform` makes them."""
         made = dict(row)
         for name, state in self.states.items():
@@ -125,15 +125,15 @@ def fit(flow: Flow, features: Mapping[str, Feature]) -> Fitted:
 class Kind:
     """How one kind of feature is fitted and used."""
 
-    fit: Callable[[Flow, Feature], dict[str, Any]]
+    fit: Callable[[Flow, Feature], dict[str, object]]
     column: Callable[[Engine, Table, State], Value]
-    value: Callable[[State], Callable[[Any], Any]]
+    value: Callable[[State], Callable[[object], object]]
 
 
-def _one(flow: Flow, **values: Value) -> dict[str, Any]:
+def _one(flow: Flow, **values: Value) -> dict[str, object]:
     for check in flow.checks:
         check()
-    found: dict[str, Any] = flow.table.agg(**values).to_pyarrow().to_pylist()[0]
+    found: dict[str, object] = flow.table.agg(**values).to_pyarrow().to_pylist()[0]
     return found
 
 
@@ -164,7 +164,7 @@ def _standard_value(state: State) -> Callable[[Any], Any]:
     return lambda x: None if _is_missing(x) else (float(x) - state["mean"]) / state["deviation"]
 
 
-def _fit_buckets(flow: Flow, feature: Feature) -> dict[str, Any]:
+def _fit_buckets(flow: Flow, feature: Feature) -> dict[str, object]:
     """Edges are values that occur: every engine finds the same."""
     column = _number_column(flow.table, feature.column)
     values = flow.table.select(x=column).filter(column.notnull()).order_by("x")
@@ -193,17 +193,17 @@ def _buckets_value(state: State) -> Callable[[Any], Any]:
     return lambda x: None if _is_missing(x) else sum(float(x) >= edge for edge in state["edges"])
 
 
-def _fit_nothing(flow: Flow, feature: Feature) -> dict[str, Any]:
+def _fit_nothing(flow: Flow, feature: Feature) -> dict[str, object]:
     del flow, feature
     return {}
 
 
-def _hashed_value(state: State) -> Callable[[Any], int]:
+def _hashed_value(state: State) -> Callable[[object], int]:
     buckets = int(state["buckets"])
     return lambda x: xxhash.xxh3_64_intdigest(b"" if x is None else str(x).encode()) % buckets
 
 
-def _fit_vocabulary(flow: Flow, feature: Feature) -> dict[str, Any]:
+def _fit_vocabulary(flow: Flow, feature: Feature) -> dict[str, object]:
     from ibis import _ as row
     from ibis import desc
 
@@ -213,7 +213,7 @@ def _fit_vocabulary(flow: Flow, feature: Feature) -> dict[str, Any]:
     return {"words": first.word.to_pyarrow().to_pylist()}
 
 
-def _vocabulary_value(state: State) -> Callable[[Any], int]:
+def _vocabulary_value(state: State) -> Callable[[object], int]:
     numbers = {word: number for number, word in enumerate(state["words"], 1)}
     return lambda x: 0 if x is None else numbers.get(str(x), 0)
 

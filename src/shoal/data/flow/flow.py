@@ -26,7 +26,7 @@ from shoal.errors import ConfigError
 
 _HOW = ("inner", "left", "right", "outer", "semi", "anti")
 By = str | Sequence[str]
-Facts = Callable[[], list[dict[str, Any]]]
+Facts = Callable[[], list[dict[str, object]]]
 """What there is to say of an input."""
 Tell = Callable[[int, int, float], None]
 """(rows, bytes, part of the query that is done)"""
@@ -47,7 +47,7 @@ class Flow:
     """The text of Python functions in it."""
     checks: tuple[Callable[[], None], ...] = ()
     """What has to hold of the data, found out before it runs."""
-    features: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, object] = field(default_factory=dict)
     """Fitted features in it, by name: kept beside what is written."""
 
     @property
@@ -203,7 +203,7 @@ class Flow:
 
     def head(self, rows: int = 10) -> list[dict[str, Any]]:
         """The first rows as Python values."""
-        found: list[dict[str, Any]] = self.limit(rows).arrow().to_pylist()
+        found: list[dict[str, object]] = self.limit(rows).arrow().to_pylist()
         return found
 
     def count(self) -> int:
@@ -241,7 +241,7 @@ class Flow:
         build(open_place(url), schema, rows, made.lineage(), options, made.features, heard)
         return Store(url)
 
-    def lineage(self) -> dict[str, Any]:
+    def lineage(self) -> dict[str, object]:
         """What it is made of: inputs with sizes and checksums, engine, query, and the text of Python functions."""
         with running("the flow"):
             # ibis numbers functions in the order in which a process makes them: no part of what they are.

@@ -6,7 +6,6 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from shoal.data.flow.engine import MARK, DataType, need_ibis
 from shoal.errors import ConfigError
@@ -58,11 +57,11 @@ def name_of(call: Callable[..., object]) -> str:
     return str(getattr(call, "__name__", type(call).__name__)).strip("<>")
 
 
-def with_row(call: Callable[..., object], names: list[str]) -> Callable[..., Any]:
+def with_row(call: Callable[..., object], names: list[str]) -> Callable[..., object]:
     """A function that, if it raises, says what it was called with."""
     title = name_of(call)
 
-    def called(*values: Any) -> Any:
+    def called(*values: object) -> object:
         try:
             return call(*values)
         except Exception as error:
@@ -74,7 +73,7 @@ def with_row(call: Callable[..., object], names: list[str]) -> Callable[..., Any
     return called
 
 
-def source_of(call: Callable[..., Any]) -> str:
+def source_of(call: Callable[..., object]) -> str:
     """The text of a function, with the constants and functions of the script that it reads: for the lineage.
 
     >>> limit = 3
@@ -84,7 +83,7 @@ def source_of(call: Callable[..., Any]) -> str:
     return "\n".join(_parts_of(call, set()))
 
 
-def _parts_of(call: Callable[..., Any], seen: set[str]) -> Iterator[str]:
+def _parts_of(call: Callable[..., object], seen: set[str]) -> Iterator[str]:
     try:
         yield inspect.getsource(call)
     except (OSError, TypeError):

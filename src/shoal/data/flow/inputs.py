@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -65,12 +64,12 @@ class Inputs:
                         f"in {self.files[0]}; make the files alike, or read them one by one."
                     )
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[dict[str, object]]:
         """What they are now: sizes and checksums."""
         return facts_of(self.files)
 
 
-def facts_of(files: Sequence[str]) -> list[dict[str, Any]]:
+def facts_of(files: Sequence[str]) -> list[dict[str, object]]:
     """Sizes and checksums of files."""
     return [asdict(_fact(file)) for file in files]
 

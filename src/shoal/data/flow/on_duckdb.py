@@ -29,7 +29,7 @@ class DuckDB(Engine):
         self, memory: str | None = None, threads: int | None = None, spill: str | None = None
     ) -> None:
         self._spill = Path(tempfile.mkdtemp(prefix="shoal-flow-", dir=spill))
-        settings: dict[str, Any] = {"temp_directory": str(self._spill / "duckdb")}
+        settings: dict[str, object] = {"temp_directory": str(self._spill / "duckdb")}
         if memory is not None:
             settings["memory_limit"] = memory
         if threads is not None:
@@ -66,7 +66,9 @@ class DuckDB(Engine):
         """A query over views."""
         return self._connection.sql(text)
 
-    def function(self, call: Callable[..., Any], name: str, takes: list[DataType], gives: DataType) -> Value:
+    def function(
+        self, call: Callable[..., object], name: str, takes: list[DataType], gives: DataType
+    ) -> Value:
         """A Python function of one row's values, as a function of columns."""
         pa = arrow()
         made = gives.to_pyarrow()

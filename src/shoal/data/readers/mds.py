@@ -108,7 +108,7 @@ def _sample(shard: dict[str, Any], data: bytes) -> dict[str, Any]:
     return row
 
 
-def _decode(encoding: str, value: bytes) -> Any:
+def _decode(encoding: str, value: bytes) -> object:
     if encoding in _TEXT:
         return value.decode()
     if encoding in _BYTES:

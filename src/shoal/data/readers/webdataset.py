@@ -41,7 +41,7 @@ class WebDataset(Reader):
     def batches(self) -> Iterator[RecordBatch]:
         pa = arrow()
         schema = self.schema()
-        held: list[dict[str, Any]] = []
+        held: list[dict[str, object]] = []
         for sample in self._samples():
             if set(sample) != set(schema.names):
                 raise ConfigError(
@@ -58,11 +58,11 @@ class WebDataset(Reader):
     def files(self) -> list[Path]:
         return [Path(name) for name in sorted(glob.glob(str(self.path)))]
 
-    def _samples(self) -> Iterator[dict[str, Any]]:
+    def _samples(self) -> Iterator[dict[str, object]]:
         if not self.files():
             raise ConfigError(f"nothing is at {self.path}; look at the address.")
         for file in self.files():
-            sample: dict[str, Any] = {}
+            sample: dict[str, object] = {}
             try:
                 with tarfile.open(file) as archive:
                     for member in archive:

@@ -61,7 +61,7 @@ class Column(ABC):
         self._valid = Bits(bitmaps, data.memory) if bitmaps else None
 
     @abstractmethod
-    def gather(self, where: Located) -> torch.Tensor | list[Any]:
+    def gather(self, where: Located) -> torch.Tensor | list[object]:
         """The values of rows: one tensor, or a list where they are no numbers or differ in length."""
 
     @abstractmethod
@@ -220,10 +220,10 @@ class Texts(Column):
             data.arrays[0] if len(data.arrays) == 1 and data.memory is None and not data.nulls else None
         )
 
-    def gather(self, where: Located) -> list[Any]:
+    def gather(self, where: Located) -> list[object]:
         """The values of rows."""
         if self._one is not None:  # Arrow makes Python objects faster
-            values: list[Any] = self._one.take(where.rows).to_pylist()
+            values: list[object] = self._one.take(where.rows).to_pylist()
             return values
         begins, ends = self.offsets.at(where.files, where.rows)
         places = begins + self._starts[where.files]

@@ -48,7 +48,7 @@ class KeyIndex:
             )
         self._hashes, self._rows = self._open(store.place)
 
-    def rows(self, keys: Sequence[Any]) -> Ids:
+    def rows(self, keys: Sequence[object]) -> Ids:
         """The row of each key; -1 where there is none.
 
         What a hash finds is compared with the key itself, and the next older row is looked at where they differ.
@@ -70,7 +70,7 @@ class KeyIndex:
             places[open_ones] -= 1
         return found
 
-    def batch(self, keys: Sequence[Any]) -> Batch:
+    def batch(self, keys: Sequence[object]) -> Batch:
         """The batch of the rows of these keys, or a refusal that names the first key without one."""
         rows = self.rows(keys)
         missing = np.flatnonzero(rows < 0)

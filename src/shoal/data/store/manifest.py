@@ -71,7 +71,7 @@ class StoreManifest:
     files: tuple[StoreFile, ...]
     lineage: tuple[Mapping[str, Any], ...] = ()
     """Of each version: its rows, and which flow, inputs and engine they came from."""
-    features: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, object] = field(default_factory=dict)
     """Fitted features, by name."""
 
     @property

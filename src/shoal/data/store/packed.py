@@ -87,7 +87,7 @@ class PackedTokens(BatchSource):
         """None: a sample is made of several rows."""
         return ()
 
-    def keys(self, name: str) -> Any:
+    def keys(self, name: str) -> object:
         """Refused: see `key_names`."""
         raise ConfigError(f"packed samples have no column '{name}'.")
 

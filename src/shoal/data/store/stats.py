@@ -135,7 +135,7 @@ def _binned(stats: ColumnStats, edges: Any) -> Any:
     return np.diff(reached) / max(sum(stats.counts), 1)
 
 
-def _named(stats: ColumnStats, names: list[str]) -> Any:
+def _named(stats: ColumnStats, names: list[str]) -> object:
     known: Mapping[str, int] = dict(stats.top)
     counts = [known.get(name, 0) for name in names]
     total = max(stats.rows - stats.nulls, 1)

@@ -43,7 +43,7 @@ from shoal.world.launch import from_environment
 
 Sample = Any
 """A dict by column name; a tuple where `columns=` says which."""
-Transform = Callable[[Sample], Any]
+Transform = Callable[[Sample], object]
 
 
 class Store(BatchSource):
@@ -117,7 +117,7 @@ class Store(BatchSource):
         rows: Any,
         *,
         options: BuildOptions | None = None,
-        lineage: Mapping[str, Any] | None = None,
+        lineage: Mapping[str, object] | None = None,
     ) -> Store:
         """A store of an Arrow table, or of record batches; `shoal.data.flow` writes larger ones."""
         batches = rows.to_batches() if hasattr(rows, "to_batches") else list(rows)
@@ -257,14 +257,14 @@ class Store(BatchSource):
             raise IndexError(f"samples {ids.min()} to {ids.max()} of {self._rows}")
         return Located(files, local)
 
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[object, ...]]:
         # Loader processes map the files themselves; and they open this version, whatever has come since.
         return _reopen, (self.url, {**self._asked, "version": self.version})
 
     def __repr__(self) -> str:
         return f"Store({self.url!r}, version={self.version}: {self._rows} rows of {', '.join(self._names)})"
 
-    def _rows_of(self, column: Column, where: Located) -> Iterable[Any]:
+    def _rows_of(self, column: Column, where: Located) -> Iterable[object]:
         return column.rows(where) if isinstance(column, Lists) else column.gather(where)
 
     def _check(self, name: str) -> None:

@@ -20,7 +20,6 @@ import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.plan.paper.achieved import FITTED, TYPICAL, Achieved
@@ -91,7 +90,7 @@ _KEYS = (
 )
 
 
-def cluster_of(found: dict[str, Any], who: str) -> Cluster:
+def cluster_of(found: dict[str, object], who: str) -> Cluster:
     """A cluster from what a TOML file says.
 
     >>> cluster_of({"card": "H100", "hosts": 2}, "here").cards

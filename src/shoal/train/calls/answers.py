@@ -25,16 +25,16 @@ class Answers:
     ([0.5], None)
     """
 
-    made: list[list[Any]] = field(default_factory=list)
+    made: list[list[object]] = field(default_factory=list)
     """Each call and its answer, as plain values, in order."""
-    given: list[list[Any]] = field(default_factory=list)
+    given: list[list[object]] = field(default_factory=list)
     """Those of the start before, which the script has not asked for yet."""
     replays: bool = False
     """Whether the script is on its way to where the snapshot was taken."""
     inside: bool = False
     """Whether the body of a loop runs."""
 
-    def note(self, what: str, answer: Any) -> None:
+    def note(self, what: str, answer: object) -> None:
         """Every rank has made this call, and this was its answer."""
         if not self.inside and len(self.made) < MOST:
             self.made.append([what, answer])

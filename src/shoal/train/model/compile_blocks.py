@@ -15,7 +15,6 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from shoal.embedding import SparseEmbedding
 from shoal.errors import ConfigError
 from shoal.torch_private import COMPILED_CALL, BatchNormBase, is_compiled, unwrap_compiled, version_of
 
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Compiler = Callable[[Callable[..., object]], Callable[..., object]]
 INDUCTOR = "inductor"
 
 
@@ -90,9 +89,9 @@ class CompiledForward:
         self._begun = begun
         self._changes: bool | None = None
         """Whether a call changes a buffer; None before a call in training has shown it."""
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., object] | None = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
         if self._changes is None and self._block.training:
@@ -114,7 +113,7 @@ class CompiledForward:
             for buffer in module.buffers(recurse=False)
         ]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> CompiledForward:
         """Of a copy of the model: its own module, compiled anew."""
         new = copy.copy(self)
         new._block = copy.deepcopy(self._block, memo)

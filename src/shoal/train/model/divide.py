@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +47,7 @@ class Trial:
     precision: Precision
     device: torch.device
 
-    def run(self) -> Any:
+    def run(self) -> object:
         """One forward pass."""
         return call_model(self.model, self.inputs(self.batch))
 
@@ -101,7 +100,7 @@ class Trial:
             except Exception:  # a model that fails on half a batch has said nothing
                 return False
 
-    def _check_own(self, returned: Any) -> None:
+    def _check_own(self, returned: object) -> None:
         """The last stage, which computes the loss, has no parameters but its own."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         used = next((names[id(p)] for p in parameters_behind(returned) if id(p) in names), None)

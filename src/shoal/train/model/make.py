@@ -34,7 +34,7 @@ def make_model(
         return _typed(given, dtype), None
 
     def make() -> nn.Module:
-        made: Any = given()
+        made: object = given()
         if not isinstance(made, nn.Module):
             raise ConfigError(f"model= made a {type(made).__name__}; {MODEL}")
         return made

@@ -7,7 +7,6 @@ is not inside a block begins a stream of its own when it is called; a block is o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,7 +77,7 @@ class RandomStreams:
         if not self.drawn and self._state is not None:
             self.drawn = any(not torch.equal(a, b) for a, b in zip(self._state, _generators(), strict=True))
 
-    def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
+    def _beginning(self, name: str) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, inputs: object) -> None:
             del inputs
             if not module.training or (self.watching and self._state is None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -143,7 +142,7 @@ def _whole_batch(batch: Batch) -> Batch:
     return batch
 
 
-def _no_loss(models: object, batch: Batch) -> Any:
+def _no_loss(models: object, batch: Batch) -> object:
     """An evaluation measures "loss" unless the user gives a metric of that name."""
     del models, batch
     raise ConfigError(

@@ -158,7 +158,7 @@ class OptimizerByModel(optim.Optimizer):
         del closure
 
 
-class _StateByModel(MutableMapping[torch.Tensor, Any]):
+class _StateByModel(MutableMapping[torch.Tensor, object]):
     """The state of a tensor is where the optimizer that updates it looks for it."""
 
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:

@@ -147,11 +147,11 @@ def _trace(config: RunConfig, samples: int) -> Traced:
     )
 
 
-def _faked(mode: FakeTensorMode, value: Any) -> Any:
+def _faked(mode: FakeTensorMode, value: object) -> object:
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def _batch(config: RunConfig, samples: int) -> Any:
+def _batch(config: RunConfig, samples: int) -> object:
     """The first samples of the run, as one process would have them."""
     few = replace(config, global_batch=samples, accumulate=1)
     feed = make_feed(few, check_text("ddp", 1), Mesh.open(World.alone()))
@@ -195,7 +195,7 @@ def _watching(
         return hook
 
     def end(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             del module, args, output
             flops, nbytes = began[name]
             blocks[name] = replace(

@@ -36,7 +36,7 @@ class Foresight:
     @staticmethod
     def of(plan: Plan, model: str, workers: int, accumulate: int) -> Foresight | None:
         """What `shoal plan` or `auto` has predicted of this model on this machine; None if neither has."""
-        plans: Any = recall(PREDICTIONS, f"{machine_key()}-{model}-{workers}").get("plans")
+        plans: object = recall(PREDICTIONS, f"{machine_key()}-{model}-{workers}").get("plans")
         found: Any = plans.get(str(plan)) if isinstance(plans, dict) else None
         try:
             seconds, memory, cut = float(found[0]), int(found[1]), int(found[2])

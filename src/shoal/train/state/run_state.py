@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import xxhash
@@ -209,7 +208,7 @@ def _parameters(whole: Whole, holdings: Holdings) -> Iterator[tuple[Holding, tor
 
 
 def _optimizer(whole: Whole, holdings: Holdings) -> Iterator[tuple[Holding, torch.Tensor]]:
-    state: Mapping[torch.Tensor, Mapping[str, Any]] = whole.exchange.optimizer.state
+    state: Mapping[torch.Tensor, Mapping[str, object]] = whole.exchange.optimizer.state
     for target in whole.exchange.optimizer_shards():
         if target.name in whole.same or target.tensor not in state:
             continue

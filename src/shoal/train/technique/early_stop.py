@@ -84,7 +84,7 @@ class EarlyStop:
         best = "anything finite" if self._best is None else f"{self._best:g}"
         return f"{self.rule.watch} has not been {side} {best} for {self._worse} values"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """For a checkpoint."""
         return {"rule": asdict(self.rule), "best": self._best, "worse": self._worse, "step": self._step}
 

@@ -148,7 +148,7 @@ def advance(scheduler: LRScheduler, loss: float) -> None:
         scheduler.step()
 
 
-def schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
+def schedule_state(scheduler: LRScheduler) -> dict[str, object]:
     """Where a scheduler stands, in values that JSON can hold.
 
     Torch keeps the rate itself in the optimizer's groups, and some schedulers move momentum too: both are

@@ -41,7 +41,7 @@ def rows(labels: Tensor) -> Tensor:
 
 
 Count = Callable[[Tensor], Tensor]
-Forward = Callable[[Batch], Any]
+Forward = Callable[[Batch], object]
 """Batch -> what the model returns."""
 
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ Sums = tuple[float, float]
 class FirstCall:
     """What a loss was called with, and what it returned."""
 
-    output: Any
+    output: object
     batch: Batch
     scalar: bool
 
@@ -65,7 +64,7 @@ class FirstLoss:
         self.learned: list[nn.Parameter] = []
         """Parameters that its gradient reaches, of whatever module."""
 
-    def __call__(self, output: object, batch: Batch) -> Any:
+    def __call__(self, output: object, batch: Batch) -> object:
         try:
             returned = self.given(output, batch)
         except (TypeError, AttributeError):
@@ -108,7 +107,7 @@ def _rows(*calls: FirstCall) -> int:
     return sum(length(call.batch) for call in calls)
 
 
-def _kept(output: object) -> Any:
+def _kept(output: object) -> object:
     """An output without what its gradient would need."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
 
@@ -123,7 +122,7 @@ def _splits(call: FirstCall) -> bool:
     return True
 
 
-def _joined(trees: Sequence[Any]) -> Any:
+def _joined(trees: Sequence[object]) -> object:
     """The rows of several trees of one kind, one after the other."""
     leaves = [tree_leaves(tree) for tree in trees]
     if len({len(some) for some in leaves}) > 1:
@@ -144,10 +143,10 @@ def _is_of_torch(loss: Loss) -> bool:
     return (getattr(loss, "__module__", "") if callable(loss) else "").startswith("torch.")
 
 
-def parameters_behind(returned: Any) -> Iterator[nn.Parameter]:
+def parameters_behind(returned: object) -> Iterator[nn.Parameter]:
     """The parameters that the gradient of what a loss returned reaches."""
     waiting = [leaf.grad_fn for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-    seen: set[Any] = set()
+    seen: set[object] = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -159,7 +158,9 @@ def parameters_behind(returned: Any) -> Iterator[nn.Parameter]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def couples(model: Callable[[Batch], Any], call: FirstCall, whole: Any, put_back: Callable[[], None]) -> bool:
+def couples(
+    model: Callable[[Batch], object], call: FirstCall, whole: object, put_back: Callable[[], None]
+) -> bool:
     """Whether the output for some samples depends on which others are in the batch.
 
     `whole`: what the model made of all samples. It runs without gradients; `put_back` brings it to its state again.
@@ -170,7 +171,7 @@ def couples(model: Callable[[Batch], Any], call: FirstCall, whole: Any, put_back
     try:
         some = part(call.batch, n, 0, n // 2)
 
-        def differ(whole: Any) -> bool:
+        def differ(whole: object) -> bool:
             state = standing()[1:]  # torch's are set as modules begin
             made = model(some)
             if state != standing()[1:]:
@@ -188,7 +189,7 @@ def couples(model: Callable[[Batch], Any], call: FirstCall, whole: Any, put_back
         return False
 
 
-def meets(model: Callable[[Batch], Any], batch: Batch, put_back: Callable[[], None]) -> bool:
+def meets(model: Callable[[Batch], object], batch: Batch, put_back: Callable[[], None]) -> bool:
     """Whether the output for half of the samples depends on the others. The model runs twice, in evaluation mode.
 
     One that draws all the same would draw otherwise for fewer samples: then it runs on as many, half of them others,
@@ -231,7 +232,7 @@ def can_split(batch: Batch) -> bool:
     return n > 1
 
 
-def same_rows(whole: Any, half: Any, n: int) -> bool:
+def same_rows(whole: object, half: object, n: int) -> bool:
     """Whether the first half of an output of `n` samples is the other output; also where that cannot be told."""
     try:
         return _alike(part(whole, n, 0, n // 2), half)
@@ -239,7 +240,7 @@ def same_rows(whole: Any, half: Any, n: int) -> bool:
         return True
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: object, other: object) -> bool:
     mine, theirs = (
         [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
         for tree in (one, other)
@@ -269,7 +270,7 @@ def unseen() -> Iterator[None]:
 
 def standing() -> tuple[object, ...]:
     """Where the global generators stand."""
-    legacy: Any = np.random.get_state()
+    legacy: object = np.random.get_state()
     words = (legacy[1].tobytes(), *legacy[2:]) if isinstance(legacy, tuple) else repr(legacy)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), words
 
@@ -329,7 +330,7 @@ def _evaluator(
     return evaluate
 
 
-def part(tree: object, n: int, start: int, stop: int) -> Any:
+def part(tree: object, n: int, start: int, stop: int) -> object:
     """The samples from one to another out of `n`, of everything that has one row for each.
 
     >>> part({"x": torch.arange(4)}, 4, 1, 3)
@@ -343,10 +344,10 @@ def part(tree: object, n: int, start: int, stop: int) -> Any:
     return tree_map(lambda leaf: leaf[start:stop].clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _widened(tree: object) -> Any:
+def _widened(tree: object) -> object:
     """In float64, so that rounding is not mistaken for a difference."""
 
-    def widen(leaf: object) -> Any:
+    def widen(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()

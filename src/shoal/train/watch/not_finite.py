@@ -82,10 +82,10 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (", …" if len(numbers) > SHOWN else "")
 
 
-def look(context: StepContext, step: int) -> dict[str, Any]:
+def look(context: StepContext, step: int) -> dict[str, object]:
     """What this rank knows of it."""
     portion, loss = context.portion, context.tally.total
-    found: dict[str, Any] = {"loss": not math.isfinite(loss), "parameter": _first_parameter(context)}
+    found: dict[str, object] = {"loss": not math.isfinite(loss), "parameter": _first_parameter(context)}
     if portion is None or found["parameter"]:
         return found
     ids: list[list[int]] = []
@@ -109,7 +109,7 @@ def _first_parameter(context: StepContext) -> str:
     return ""
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def _tensors(batch: object) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

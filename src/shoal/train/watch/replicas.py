@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -92,7 +91,7 @@ class Replicas:
 
     def _heal(
         self, tensors: dict[str, torch.Tensor], hashes: dict[str, int], names: Sequence[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Within the ranks of one model part. Collective among them."""
         data = self._mesh.data
         table = data.gather_values([hashes[name] for name in names])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Batch:
     """The rounds of one call, which may cover several tensors, and what to do after them."""
 
     def __init__(self) -> None:
-        self.after: list[Callable[[], Any]] = []
+        self.after: list[Callable[[], object]] = []
         self.count = 0
         self.most = 0
         self._rounds: list[Rounds] = []

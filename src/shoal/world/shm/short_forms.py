@@ -83,7 +83,7 @@ def collective(
 
 def _long(
     tensors: int, short: Sequence[str], wrapped: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
-) -> list[Any]:
+) -> list[object]:
     named = dict(named)
     options = named.pop("opts", None)
     given = list(args[:tensors])

@@ -26,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ class SharedWork(Work):
             future.set_exception(self.error)  # type: ignore[arg-type]
 
 
-After = Sequence[Callable[[], Any]]
+After = Sequence[Callable[[], object]]
 """What is left to do when the last round is over, such as copying back into a tensor with strides."""
 
 
