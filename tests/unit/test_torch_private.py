@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal import torch_private as private
 from shoal.testing.spawn import spawn
@@ -173,7 +174,7 @@ def _step_hooks() -> None:
 
     optimizer.register_step_pre_hook(hook)
     optimizer.register_step_post_hook(hook)
-    everywhere = torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+    everywhere = register_optimizer_step_pre_hook(hook)
     assert private.step_hooks_of(optimizer) == [hook, hook, hook]
     everywhere.remove()
 

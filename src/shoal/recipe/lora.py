@@ -34,6 +34,7 @@ from shoal.recipe.contract import Preparation, Recipe
 from shoal.recipe.names import matching
 from shoal.seeds import derive
 from shoal.table import did_you_mean
+from shoal.torch_private import parameters_of
 
 PREFIX = "base_model.model."
 """How peft's files begin the name of every tensor."""
@@ -122,7 +123,7 @@ class Lora(Recipe):
     def _layers(self, model: nn.Module, learns: set[str]) -> dict[str, nn.Linear]:
         uses: dict[int, int] = {}
         for module in model.modules():
-            for parameter in module._parameters.values():
+            for parameter in parameters_of(module).values():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         # Exactly nn.Linear: attention reads the weight of its own kind of layer and never calls it.
         linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
