@@ -102,6 +102,7 @@ for name, strategy, model, loss in [
     ("weights", PP, None, with_weights), ("counts", PP, None, counting), ("learns", PP, None, Arc()),
     ("again", PP, None, mean), ("noisy", "zero3", Noisy, mean), ("noisy", PP, Noisy, mean),
     ("weighted", EIGHT, None, weighted),
+    ("norm", "ddp", lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), mean),
 ]:
     if name != "again":
         plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -134,6 +135,7 @@ EXPECTED = {
     "noisy zero3": "",
     "noisy ddp * pp2": "",
     "weighted ddp * pp2": "loss= depends on how the batch is cut: over 8 samples it is",
+    "norm ddp": "shoal: batch normalisation sees one of a step's 2 parts at a time",
 }
 
 

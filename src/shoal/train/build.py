@@ -52,7 +52,12 @@ from shoal.train.model.make import Values, agree_on_model, make_model
 from shoal.train.model.random_streams import RandomStreams
 from shoal.train.model.recompute import recompute_blocks
 from shoal.train.model.restless import Restless
-from shoal.train.model.sync_batchnorm import Presence, own_batchnorm, sync_batchnorm
+from shoal.train.model.sync_batchnorm import (
+    Presence,
+    own_batchnorm,
+    say_of_own_batchnorm,
+    sync_batchnorm,
+)
 from shoal.train.model.whole_model import ModelShape, Whole
 from shoal.train.pipelined import Pipelined, StageJob
 from shoal.train.record import Recorder
@@ -193,6 +198,8 @@ def _agreed_model(
     agree_on_model(model, alike)
     _check_model(model, plan)
     check_layers(model, plan, feed)
+    if config.batchnorm == "own" and not record and mesh.world.rank == 0:
+        say_of_own_batchnorm(model, feed.parts)
     check_memory(model)
     return model, values, compiler, recorder
 

@@ -9,6 +9,7 @@ Paper: Ioffe and Szegedy 2015, "Batch Normalization"; the rows are combined as i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -59,6 +60,18 @@ def own_batchnorm(model: nn.Module) -> Presence:
     False
     """
     return Presence(own=[module for module in model.modules() if isinstance(module, BatchNormBase)])
+
+
+def say_of_own_batchnorm(model: nn.Module, parts: int) -> None:
+    """Say that layers see a part of each step's samples, where one process would let them see all."""
+    measuring = any(isinstance(layer, BatchNormBase) and layer.training for layer in model.modules())
+    if measuring and parts > 1:
+        print(
+            f"shoal: batch normalisation sees one of a step's {parts} parts at a time, as in torch's DDP: other "
+            "numbers than one process has. batchnorm='sync' lets it see all samples, and is equal.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from shoal.train.model.divide import Divided
 from shoal.train.model.gradient_hooks import HookRules, TrainedSet
 from shoal.train.model.make import agree_on_model
 from shoal.train.model.random_streams import RandomStreams
+from shoal.train.model.sync_batchnorm import say_of_own_batchnorm
 from shoal.train.model.whole_model import ModelShape, Whole
 from shoal.train.own_step.check import check_own_step
 from shoal.train.own_step.exchange_by_model import ExchangeByModel
@@ -68,6 +69,8 @@ def build_own_step(config: RunConfig, world: World, record: str) -> tuple[Plan, 
     spans = Spans()
     said = Words(mesh)
     check_layers(models, plan, make_feed(config, plan, mesh))
+    if config.batchnorm == "own" and not record and world.rank == 0:
+        say_of_own_batchnorm(models, mesh.data.size)
     made = ExchangeByModel(
         models, {n: _make_exchange(config, plan, mesh, models, n, spans) for n in config.optimizers}
     )
