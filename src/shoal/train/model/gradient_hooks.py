@@ -114,6 +114,7 @@ class TrainedSet:
         self._plan = plan
         self._rules = rules
         self._parameters = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
+        self._places = list(_places(model, with_parameters=not fixed))
         self._fixed = fixed
         self._cut = cut
         self._step = 0
@@ -131,6 +132,7 @@ class TrainedSet:
             learn = {name: parameter for name, parameter, learned in everybody if learned}
             sums = self._cut.gather_numbers([frozen_sum(learn)])[:, 0].tolist()
             compare_frozen(self._cut, sums, learn)
+        self._look_at_places()
         self._step += 1
         for name, parameter, learned in checked:
             if gradient_hooks_of(parameter):
@@ -142,6 +144,17 @@ class TrainedSet:
                     "use zero2, or save and go on in a new Run."
                 )
         self.computing = True
+
+    def _look_at_places(self) -> None:
+        """Refuse layers and parameters that the script has put in the place of others: nothing would train them."""
+        start = self._step * AT_A_TIME % max(len(self._places), 1)
+        for owner, key, held, name in self._places[start : start + AT_A_TIME]:
+            if getattr(owner, key, None) is not held:
+                raise ConfigError(
+                    f"'{name}' is not what it was when Run was made: the script has replaced or removed it, and the "
+                    "run would go on training what was there. Make a new Run with the changed model, or change "
+                    "values in place, under torch.no_grad()."
+                )
 
     def close(self) -> None:
         """The run is over: the model is the user's alone."""
@@ -170,3 +183,16 @@ class TrainedSet:
                 )
 
         return refuse
+
+
+def _places(model: nn.Module, with_parameters: bool) -> Iterator[tuple[nn.Module, str, object, str]]:
+    """Every layer, and parameter, by the one that holds it and its name there.
+
+    `with_parameters`: not where an exchange puts others in their place itself, while passes run (zero3).
+    """
+    for prefix, owner in model.named_modules():
+        above = f"{prefix}." if prefix else ""
+        for key, layer in owner.named_children():
+            yield owner, key, layer, above + key
+        for key, parameter in owner.named_parameters(recurse=False) if with_parameters else ():
+            yield owner, key, parameter, above + key
