@@ -90,7 +90,7 @@ class Ps(ServedState):
         self._mine = Tally(0.0, 0.0)
         self._tier = Tier(setup.peers or setup.world, options.tier == "host")
         super().__init__(setup, BucketOptions(options.bucket_mb))
-        self._by_hand = ByHand(self.trained, _ELSEWHERE)
+        self._by_hand = ByHand(self.trained, _ELSEWHERE, lambda: self._transfer.incoming.came)
         self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
         self._description = describe(self.given)
         self.each = self.each and self._tier.local.size == 1  # a unit sums all its micro-batches first

@@ -3,7 +3,7 @@ worker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -26,22 +26,30 @@ class ByHand:
     shoal.errors.ConfigError: parameter 'weight' was changed by hand between two steps: there is one copy; use ddp.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], why: str) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], why: str, own: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        """`own`: how many of a parameter's changes in place, by its name, are the exchange's."""
         self._parameters = parameters
         self._why = why
+        self._own = own
         self._versions: list[int] = []
 
     def note(self) -> None:
         """They are as they should be."""
-        self._versions = [version_of(p) for p in self._parameters.values()]
+        self._versions = self._now()
 
     def check(self) -> None:
         """Raise if one has changed since."""
         if not self._versions:
             return
-        for (name, parameter), noted in zip(self._parameters.items(), self._versions, strict=True):
-            if version_of(parameter) != noted:
+        for name, now, noted in zip(self._parameters, self._now(), self._versions, strict=True):
+            if now != noted:
                 raise changed_by_hand(name, self._why)
+
+    def _now(self) -> list[int]:
+        own = self._own()
+        return [version_of(p) - own.get(name, 0) for name, p in self._parameters.items()]
 
 
 def changed_by_hand(name: str, why: str) -> ConfigError:

@@ -11,6 +11,7 @@ or is used outside of the model's own call, is waited for when the model is call
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class Incoming:
         """Whether modules wait for what they need: values may come while the model runs."""
         # Without hooks nobody could wait inside of the model.
         self._may_wait = not _is_compiled(model)
+        self.came: Counter[str] = Counter()
+        """How often a value of each parameter has come, which torch counts as a change in place."""
 
     def expect(self, requests: Mapping[int, Request], args: Mapping[str, object], later: bool) -> None:
         """Values that have been asked for, by the numbers of their shards; without `later`, they come now."""
@@ -68,7 +71,9 @@ class Incoming:
                 shard, request, args = self._coming.pop(number)
                 self._receive(shard, request, args)
                 # If a value was used before it had come, after all, backward says so instead of being wrong.
-                torch.autograd.graph.increment_version([self._trained[piece.name] for piece in shard.pieces])
+                names = [piece.name for piece in shard.pieces]
+                torch.autograd.graph.increment_version([self._trained[name] for name in names])
+                self.came.update(names)
 
     # Hooks that wait.
 
