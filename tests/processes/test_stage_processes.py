@@ -65,7 +65,7 @@ class Net(torch.nn.Linear):
 
 data = PreparedStore("store", prepare, rows=ROWS, samples=SAMPLES)
 run = shoal.Run(model=lambda: Net(2, 1), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), data=data,
-                inputs=lambda batch: batch, global_batch=20, checkpoint="runs", checkpoint_every=6, checkpoint_keep=2,
+                inputs=lambda batch: batch, global_batch=20, checkpoint="runs", checkpoint_every=6, checkpoint_keep=4,
                 validation=[dict.fromkeys("aby", torch.tensor(i / 2)) for i in range(10)],
                 metrics={"off": lambda output, batch: ((output[:, 0] - batch["y"]).sum(), len(batch["y"]))},
                 progress=False)

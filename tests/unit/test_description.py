@@ -57,10 +57,15 @@ def test_there_and_back(kind: type[optim.Optimizer]) -> None:
     assert type(after) is kind
     names = [["0", "1"], ["2"]]
     reference = move_optimizer(before, names, {str(i): [p.detach()] for i, p in enumerate(ours)})
-    ready = dict(reference.state)  # of momentum, made ready: servers make their own
-    reference.state.clear()
+    ready = [(one, dict(one.state)) for one in (reference, after)]
+    for (
+        one,
+        _,
+    ) in ready:  # momentum that has been made ready; a user's optimizer has none when servers take it over
+        one.state.clear()
     assert describe(reference) == describe(after)
-    reference.state.update(ready)
+    for one, state in ready:
+        one.state.update(state)
     run(reference)
     run(after)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -15,6 +15,7 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -90,7 +91,7 @@ class Ps(ServedState):
         self._mine = Tally(0.0, 0.0)
         self._tier = Tier(setup.peers or setup.world, options.tier == "host")
         super().__init__(setup, BucketOptions(options.bucket_mb))
-        self._by_hand = ByHand(self.trained, _ELSEWHERE, lambda: self._transfer.incoming.came)
+        self._by_hand = ByHand(self.trained, _ELSEWHERE, self._came)
         self._order_is_seen = True  # where parameters lie is agreed on before the first gradient
         self._description = describe(self.given)
         self.each = self.each and self._tier.local.size == 1  # a unit sums all its micro-batches first
@@ -232,6 +233,9 @@ class Ps(ServedState):
 
     def final_sync(self) -> None:
         return
+
+    def _came(self) -> Mapping[str, int]:
+        return self._transfer.incoming.came if self._tier.leads else {}
 
     def take_over(self, name: str, home: torch.Tensor) -> None:
         del home
