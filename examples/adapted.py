@@ -51,13 +51,13 @@ def train(data, recipes, epochs, rate):
 
 
 upright, before = train(UPRIGHT, "", 10, 2e-3)
-upright.save("adapted-runs/upright")
+upright.save("runs/adapted/upright")
 everything = 2 * 512 + 64 * 512 + 512 * 512 + 10 * 512 + 10
 if upright.world.rank == 0:
     print(f"{'as it was':46} {0:7} weights learn           {100 * before:.1f} % of mirrored digits read")
 for name, recipes, rate in (
-    ("all of it", "start(adapted-runs)", 2e-3),
-    ("adapters", "start(adapted-runs) & lora(4, train=4)", 5e-3),
+    ("all of it", "start(runs/adapted)", 2e-3),
+    ("adapters", "start(runs/adapted) & lora(4, train=4)", 5e-3),
 ):
     run, found = train(MIRRORED, recipes, 15, rate)
     learns = sum(v.numel() for n, v in run.state_dict().items() if ".lora_" in n or n.startswith("4."))

@@ -56,13 +56,13 @@ def train(data, recipes, epochs):
 
 
 first, found = train(OLD[0], "", 15)
-first.save("remembered-runs/old")
+first.save("runs/remembered/old")
 rows = [("the old task alone", found)]
 for name, recipes in (
     ("then the new one", []),
     ("then the new one, with ewc", [Ewc(1e5, data=OLD[0])]),
 ):
-    rows.append((name, train(NEW[0], [Start("remembered-runs"), *recipes], 15)[1]))
+    rows.append((name, train(NEW[0], [Start("runs/remembered"), *recipes], 15)[1]))
 if first.world.rank == 0:
     for name, (old, new) in rows:
         print(f"{name:30} {old:.1f} % of the old task read, {new:.1f} % of the new")

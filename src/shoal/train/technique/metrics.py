@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +35,6 @@ class TrainingMetrics:
         self._group = mesh.model if local else mesh.world
         self._copies = mesh.tensor.size
         """So many workers measure the same samples."""
-        self._paused = False
         self._sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device="cpu")
 
     def watch(self, loss: Loss, presence: Present) -> Loss:
@@ -45,20 +43,11 @@ class TrainingMetrics:
             return loss
 
         def measured(output: object, batch: Batch) -> Any:
-            if torch.is_grad_enabled() and not self._paused:  # an evaluation is none of a training step's
+            if torch.is_grad_enabled():  # an evaluation is none of a training step's
                 self._measure(output, batch, presence.counts)
             return loss(output, batch)
 
         return measured
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While it lasts nothing is measured: a pass is made once more, to look at it."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def take(self) -> dict[str, float]:
         """The means of the step that is over. Collective."""

@@ -15,7 +15,6 @@ import torch
 from shoal.data.batch import Batch
 from shoal.data.loader import Loader
 from shoal.errors import NonFiniteLoss
-from shoal.pipeline.spine import copied_buffers
 from shoal.train.model.sync_batchnorm import has_batchnorm
 from shoal.train.passes import forward
 from shoal.train.step_context import StepContext
@@ -146,8 +145,7 @@ def _first_gradient(context: StepContext, step: int) -> str:
         if batch is None or not portion.counts[number]:
             continue
         context.streams.begin(step, portion.first + number)
-        with context.metrics.paused(), copied_buffers(context.model):
-            total, _ = forward(context, batch)
+        total, _ = forward(context, batch)
         gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, gradients, strict=True):
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
